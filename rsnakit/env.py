@@ -1,0 +1,373 @@
+"""Where this runs (Kaggle, Colab, Paperspace, local): data, work folder, device, precision, cores, each with a reason.
+
+Nothing else in the kit asks where it is. What looks at the machine takes `environ` and `root`, so that a test can be
+any place; torch is imported only by what needs it.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rsnakit
+from rsnakit.params import setting
+
+SLUG = "rsna-breast-cancer-detection"
+REPOSITORY = Path(__file__).resolve().parents[1]
+ROOT = Path("/")
+Environ = Mapping[str, str] | None  # os.environ if None
+TABLES = ("train.csv", "test.csv")  # a folder with either is taken for a competition
+
+# Variables that a place sets for its notebooks. Keys to its API don't count: people carry those elsewhere.
+KAGGLE_VARIABLES = ("KAGGLE_KERNEL_RUN_TYPE",)
+COLAB_VARIABLES = ("COLAB_RELEASE_TAG", "COLAB_GPU", "COLAB_BACKEND_VERSION")
+PAPERSPACE_VARIABLES = (
+    "PAPERSPACE_NOTEBOOK_REPO_ID",
+    "PAPERSPACE_NOTEBOOK_ID",
+    "PAPERSPACE_CLUSTER_ID",
+    "PAPERSPACE_FQDN",
+)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a notebook runs and for how long. Nothing here shapes pixels; `fold` and `debug` alone decide results."""
+
+    data_dir: str = ""  # folder of the competition; "": searched for; "demo": the synthetic one
+    work_dir: str = ""  # where everything is written; "": work/ in the repository, /kaggle/working/work on Kaggle
+    store_dir: str = ""  # packed image store; "": named after its settings, in work_dir/stores
+    store_format: str = setting("block8", choices=("block8", "raw16"))  # 9 bits a pixel, or 16 and exact
+    run: str = ""  # name of the run, a folder name; "": named after the hash of what decides its result
+    fold: str = "0"  # a number, or "all"
+    device: str = "auto"  # auto, cpu, cuda, cuda:N, mps
+    precision: str = setting("auto", choices=("auto", "fp32", "bf16", "fp16"))
+    n_jobs: int = setting(0, low=0)  # processes that decode images; 0: all cores
+    num_workers: int = setting(-1, low=-1)  # data loader processes; -1: chosen by the device
+    max_hours: float = setting(0.0, low=0.0)  # hours after which a run saves and stops; 0: no limit
+    debug: bool = False  # a few patients, in under a minute
+
+    def __post_init__(self):
+        if self.fold != "all" and not re.fullmatch(r"\d+", self.fold):
+            raise ValueError(f"fold: got {self.fold!r}, expected a number such as '0', or 'all'")
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise ValueError(f"device: got {self.device!r}, expected auto, cpu, cuda, cuda:N or mps")
+        if self.run in (".", "..") or re.search(r"[/\\]", self.run):
+            raise ValueError(
+                f"run: got {self.run!r}, expected a name without / or \\: it becomes a folder in work_dir/runs"
+            )
+
+
+@dataclass(frozen=True)
+class Place:
+    """`name` is kaggle, colab, paperspace or local; `reason` says what gave it away."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Data:
+    """`path` is the folder of a competition, or None where the synthetic one is meant, which the caller makes."""
+
+    path: Path | None
+    reason: str
+
+    @property
+    def is_demo(self) -> bool:
+        return self.path is None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value that was asked for or chosen, and why in a sentence."""
+
+    value: str
+    reason: str
+
+
+def describe() -> str:
+    """A few lines: where this runs, with what versions, on what device and in what precision, and why."""
+    place = where()
+    lines = [
+        f"rsnakit {rsnakit.__version__} on {place.name} ({place.reason})",
+        f"Python {platform.python_version()}, {_versions('torch', 'timm', 'numpy', 'pandas')}, {cores()} cores",
+    ]
+    try:
+        device = choose_device()
+        precision = choose_precision(device.value)
+        lines.append(f"device {device.value}: {device.reason}")
+        lines.append(f"precision {precision.value}: {precision.reason}")
+    except ImportError as error:
+        lines.append(f"no device: torch cannot be imported ({error}); pip install -r requirements.txt")
+    return "\n".join(lines)
+
+
+def where(environ: Environ = None, root: Path = ROOT) -> Place:
+    """The place this runs in. Kaggle is looked for before Colab, whose image Kaggle's derives from."""
+    environ = os.environ if environ is None else environ
+    signs = (
+        ("kaggle", KAGGLE_VARIABLES, ("kaggle/working", "kaggle/input")),
+        ("colab", COLAB_VARIABLES, ("content/sample_data",)),
+        ("paperspace", PAPERSPACE_VARIABLES, ("notebooks", "storage")),
+    )
+    for name, variables, folders in signs:
+        for variable in variables:
+            if environ.get(variable):
+                return Place(name, f"${variable} is set")
+        if all((root / folder).is_dir() for folder in folders):
+            return Place(name, f"there is {' and '.join(f'/{folder}' for folder in folders)}")
+    return Place("local", "no sign of Kaggle, Colab or Paperspace")
+
+
+def find_data(data_dir: str = "", environ: Environ = None, root: Path = ROOT, repository: Path = REPOSITORY) -> Data:
+    """The folder of the competition: `data_dir`, $RSNA_DATA, Kaggle's mounts, data/ in the repository, else the demo.
+
+    Args:
+        data_dir: a folder, relative to the current one or to the repository; "demo"; or "" to search.
+
+    Raises:
+        FileNotFoundError: a folder was named and isn't there or holds neither train.csv nor test.csv (the demo never
+            stands in for it), or Kaggle is scoring a submission and the competition isn't mounted.
+    """
+    environ = os.environ if environ is None else environ
+    for named, source in ((data_dir, "data_dir"), (environ.get("RSNA_DATA", ""), "$RSNA_DATA")):
+        if named == "demo":
+            return Data(None, f"{source} is 'demo'")
+        if named:
+            return Data(_named_folder(named, source, repository), f"named by {source}")
+    candidates = (
+        (root / "kaggle/input" / SLUG, "Kaggle's mount"),
+        (root / "kaggle/input/competitions" / SLUG, "Kaggle's mount"),
+        (repository / "data", "data/ in the repository"),
+        (repository / "data" / SLUG, "data/ in the repository"),
+    )
+    for folder, source in candidates:
+        if _has_table(folder):
+            return Data(folder, source)
+    looked = ", ".join(str(folder) for folder, _ in candidates)
+    if environ.get("KAGGLE_IS_COMPETITION_RERUN"):
+        raise FileNotFoundError(
+            f"the competition is not mounted, and a submission can't use the demo; looked in {looked}"
+        )
+    return Data(None, f"no train.csv or test.csv in {looked}; name a folder with data_dir or $RSNA_DATA")
+
+
+def work_folder(work_dir: str = "", environ: Environ = None, root: Path = ROOT, repository: Path = REPOSITORY) -> Path:
+    """The folder that everything is written to, made and tried out.
+
+    `work_dir` (relative to the current folder), else $RSNAKIT_WORK, else /kaggle/working/work on Kaggle, where the
+    repository may be a read-only data set, else work/ in the repository.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    environ = os.environ if environ is None else environ
+    if work_dir:
+        folder = Path(work_dir)
+    elif environ.get("RSNAKIT_WORK"):
+        folder = Path(environ["RSNAKIT_WORK"])
+    elif where(environ, root).name == "kaggle":
+        folder = root / "kaggle/working/work"
+    else:
+        folder = repository / "work"
+    folder = folder.expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        message = (
+            f"cannot write to the work folder {folder} ({error.strerror}); name another: work_dir or $RSNAKIT_WORK"
+        )
+        raise OSError(error.errno, message) from error
+    return folder
+
+
+def submission_folder(work: Path, run: str, environ: Environ = None, root: Path = ROOT) -> Path:
+    """Where submission.csv goes: /kaggle/working on Kaggle, which looks for it there, else a run's folder in `work`."""
+    return root / "kaggle/working" if where(environ, root).name == "kaggle" else work / "submissions" / run
+
+
+def choose_device(wanted: str = "auto") -> Choice:
+    """The device to compute on: with "auto" a GPU that really computes, else Apple's MPS, else the CPU.
+
+    A device is tried with a small matrix product, since `torch.cuda.is_available()` also says True for a GPU that the
+    installed torch has no kernels for, as on a P100.
+
+    Raises:
+        ValueError: `wanted` is none of auto, cpu, cuda, cuda:N, mps.
+        RuntimeError: the device asked for doesn't work; the message says why.
+    """
+    import torch
+
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", wanted):
+        raise ValueError(f"device {wanted!r}: expected auto, cpu, cuda, cuda:N or mps")
+    if wanted == "cpu":
+        return Choice("cpu", "asked for")
+    if wanted != "auto":
+        problem = _device_problem(torch, wanted)
+        if problem:
+            raise RuntimeError(f"device {wanted} was asked for, but {problem}; use device auto or cpu")
+        return Choice(wanted, f"asked for: {_device_name(torch, wanted)}")
+    problems = []
+    for device in ("cuda", "mps"):
+        problem = _device_problem(torch, device)
+        if problem is None:
+            return Choice(device, f"{_device_name(torch, device)} works")
+        problems.append(problem)
+    return Choice("cpu", " and ".join(problems))
+
+
+def choose_precision(device: Any, wanted: str = "auto") -> Choice:
+    """The precision of forward and loss: fp32, bf16, or fp16, which needs a gradient scaler.
+
+    With "auto": bf16 on GPUs from Ampere on (capability 8.0), fp16 on Volta and Turing (7.0, 7.5), fp32 on older ones,
+    which have no tensor cores, and on the CPU and MPS.
+
+    Args:
+        device: a device name or torch.device, as `choose_device` gives it.
+        wanted: auto, fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: `wanted` is unknown, or the device can't do it; the message says what it can do.
+    """
+    import torch
+
+    device = torch.device(device)
+    if wanted not in ("auto", "fp32", "bf16", "fp16"):
+        raise ValueError(f"precision {wanted!r}: expected auto, fp32, bf16 or fp16")
+    problems = _precision_problems(torch, device)
+    able = [name for name in ("bf16", "fp16") if name not in problems]
+    if wanted in problems:
+        raise ValueError(f"precision {wanted} was asked for, but {problems[wanted]}; use {(*able, 'fp32')[0]}, or auto")
+    if wanted != "auto":
+        return Choice(wanted, "asked for")
+    if device.type == "cpu":
+        return Choice("fp32", "mixed precision gains little on a CPU")
+    if not able:
+        return Choice("fp32", problems["fp16"])
+    scaling = "no gradient scaling needed" if able[0] == "bf16" else f"gradients are scaled, as {problems['bf16']}"
+    return Choice(able[0], f"{_device_name(torch, device)} has tensor cores for it; {scaling}")
+
+
+def cores(root: Path = ROOT) -> int:
+    """CPU cores that this process may use: fewer than the machine has under an affinity mask or a container's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    quota = _cpu_quota(root)
+    return max(1, min(count, math.ceil(quota))) if quota else count
+
+
+def check_disk(folder: str | Path, needed_bytes: float, what: str) -> None:
+    """Refuse to begin what won't fit.
+
+    Args:
+        folder: where `what` will be written; it need not exist yet.
+        needed_bytes: its size.
+        what: what is written, for the message.
+
+    Raises:
+        OSError: with errno ENOSPC, where less is free.
+    """
+    folder = Path(folder).expanduser().absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        need, have = needed_bytes / 1e9, free / 1e9
+        message = f"{what} needs {need:.2f} GB and {existing} has {have:.2f} GB free; free some or name another folder"
+        raise OSError(errno.ENOSPC, message)
+
+
+def _has_table(folder: Path) -> bool:
+    return any((folder / table).is_file() for table in TABLES)
+
+
+def _named_folder(named: str, source: str, repository: Path) -> Path:
+    """The folder that was named, if it holds a table; else FileNotFoundError with the folders around it."""
+    folders = (Path(named).expanduser().absolute(), repository / named)
+    folder = next((other for other in folders if other.exists()), folders[0])
+    if _has_table(folder):
+        return folder
+    fault = "holds neither train.csv nor test.csv" if folder.is_dir() else "is not a folder"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    inside = sorted(child for child in existing.iterdir() if child.is_dir())[:50]  # not all of 11,913 patients
+    fitting = [other for other in (existing.parent, *inside) if _has_table(other)]
+    names = ", ".join(child.name for child in inside[:8]) or "no folders"
+    hint = f"did you mean {fitting[0]}?" if fitting else "name the folder that holds train.csv and train_images/"
+    raise FileNotFoundError(f"{source} is {named!r}, but {folder} {fault}; {existing} holds {names}; {hint}")
+
+
+def _device_problem(torch: Any, device: str) -> str | None:
+    """Why a device can't compute, or None if it can."""
+    if device == "mps" and not torch.backends.mps.is_available():
+        return "there is no Apple GPU (MPS)"
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no CUDA GPU"
+        count, index = torch.cuda.device_count(), int(device.partition(":")[2] or 0)
+        if index >= count:
+            return f"there are only {count} CUDA GPUs, counted from 0"
+    try:
+        x = torch.ones(16, 16, device=device)
+        if float((x @ x).sum()) != 16**3:
+            return f"{_device_name(torch, device)} gives a wrong matrix product"
+    except Exception as error:  # whatever a driver or a missing kernel raises
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"{_device_name(torch, device)} cannot run torch {torch.__version__} ({cause})"
+    return None
+
+
+def _precision_problems(torch: Any, device: Any) -> dict[str, str]:
+    """Why the device can't compute in bf16 or fp16, by precision; one that it can is missing."""
+    if device.type == "cpu":
+        return {"fp16": "a CPU is slow in fp16 and loses small gradients"}
+    if device.type != "cuda":
+        return dict.fromkeys(("bf16", "fp16"), f"mixed precision has not been tried out on {device.type}")
+    capability, name = torch.cuda.get_device_capability(device), _device_name(torch, device)
+    if capability < (7, 0):
+        return dict.fromkeys(("bf16", "fp16"), f"{name} has no tensor cores, which came with 7.0")
+    if capability < (8, 0) or not torch.cuda.is_bf16_supported(including_emulation=False):
+        return {"bf16": f"{name} only emulates bf16, which came with 8.0"}
+    return {}
+
+
+def _device_name(torch: Any, device: Any) -> str:
+    if not str(device).startswith("cuda"):
+        return str(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (capability {major}.{minor})"
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """Cores that the container's control group allows, by its interface 2 or 1; None where it sets no limit."""
+    group = root / "sys/fs/cgroup"
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu/cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+    except OSError:
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _versions(*packages: str) -> str:
+    found = []
+    for package in packages:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)

@@ -1,0 +1,137 @@
+"""Files that survive a kill: written whole or not at all, and one writer to a folder.
+
+`write_atomic` and `replacing` give a file that is either the old one or the new one, never half of one; `Lock` refuses a
+second writer of a folder and takes over from one that has died.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+HEARTBEAT_S = 20.0  # a living writer touches its lock this often
+STALE_S = 120.0  # a lock of another machine that was not touched for so long belongs to a session that is gone
+
+
+class LockedError(RuntimeError):
+    """Another process is writing to the folder."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """Gives a temporary path beside `path`; what is written there takes its place once it is whole and on the disk.
+
+    Where the block raises, the old file stays as it was and the temporary one is removed.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path | str, content: str | bytes) -> None:
+    """Writes text (as UTF-8) or bytes to `path`, whole or not at all."""
+    data = content.encode() if isinstance(content, str) else content
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path | str, value: object) -> None:
+    """Writes plain Python values as indented JSON, whole or not at all; NaN is refused (ValueError)."""
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+class Lock:
+    """The right to write to a folder, as a context manager: `with Lock(folder, "fold 0 of run x"): ...`.
+
+    The file `lock.json` names host, process and its start; a thread touches it while the holder lives. A lock whose
+    process is gone, or that another machine has not touched for `STALE_S` seconds (sessions in the cloud come back with
+    another host name), is taken over.
+
+    Raises:
+        LockedError: on entering, where a living process holds the folder.
+    """
+
+    def __init__(self, folder: Path | str, what: str) -> None:
+        self.path = Path(folder) / "lock.json"
+        self.what = what
+        self._stop = threading.Event()
+
+    def __enter__(self) -> "Lock":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
+        for _ in range(3):
+            try:
+                with open(self.path, "x", encoding="utf-8") as f:
+                    json.dump(mine, f)
+                break
+            except FileExistsError:
+                self._remove_if_stale()
+        else:
+            raise LockedError(f"{self.path}: could not be taken; other processes are taking it at the same moment")
+        self._stop.clear()
+        self._pid = os.getpid()
+        threading.Thread(target=self._beat, daemon=True, name="lock-heartbeat").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if os.getpid() == self._pid:  # a forked child that unwinds must not give back its parent's lock
+            self.path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+    def _remove_if_stale(self) -> None:
+        try:
+            age = time.time() - self.path.stat().st_mtime
+            holder = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return  # given back meanwhile
+        except ValueError:
+            holder = {}  # its writer is between creating and filling it, or was killed there
+        here = holder.get("host") == socket.gethostname()
+        alive = _process_start(holder["pid"]) == holder["started"] if here else age < STALE_S
+        if alive:
+            who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown machine')}"
+            raise LockedError(
+                f"{self.what}: {who} is writing to {self.path.parent} (lock touched {age:.0f} s ago). Wait for it, or stop "
+                f"it; a dead one's lock is taken over by itself, one of another machine after {STALE_S:.0f} s."
+            )
+        # Renamed first: of two processes that find it stale, one gets it and neither removes the other's new lock.
+        aside = self.path.with_name(f".lock.{os.getpid()}.stale")
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.path, aside)
+            aside.unlink(missing_ok=True)
+
+
+def _process_start(pid: int) -> str | None:
+    """When a process of this machine began, None where there is none: tells a process from a later one of its number."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+    except OSError:
+        return None
+    else:
+        fields = text.rpartition(")")[2].split()  # the name in brackets may hold spaces
+        return None if fields[0] in "ZX" else fields[19]  # a zombie writes no more
+    try:  # no /proc (macOS): the number alone has to do
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return "unknown"

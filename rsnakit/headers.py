@@ -1,0 +1,129 @@
+"""What the headers of a competition say, before any pixel is decoded: sizes, encodings, windows, missing decoders."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import joblib
+import numpy as np
+import pandas as pd
+from pydicom import uid
+from pydicom.dataset import Dataset
+from tqdm.auto import tqdm
+
+from rsnakit import dicom, env
+
+CHUNK = 16  # files that a process reads at a time
+COLUMNS = {
+    "image_id": "object", "patient_id": "object", "transfer_syntax": "object", "transfer_syntax_uid": "object",
+    "photometric": "object", "rows": "Int64", "columns": "Int64", "bits_stored": "Int64", "window_center": "float64",
+    "window_width": "float64", "n_windows": "Int64", "voi_function": "object", "voi_lut": "boolean",
+    "laterality": "object", "view": "object", "file_mb": "float64", "error": "object",
+}  # fmt: skip
+
+
+def scan_headers(table: pd.DataFrame, n_jobs: int = 0, limit: int | None = None, seed: int = 0) -> pd.DataFrame:
+    """Read the headers of a table's images, no pixels.
+
+    Args:
+        table: a row an image: image_id, patient_id and path, as `data.load_table` gives it.
+        n_jobs: processes; 0 means all cores. A few files are read without starting any.
+        limit: read only so many images, drawn at random with `seed`; None reads all.
+
+    Returns:
+        A row an image, in the table's order and on its index; what a header doesn't say is missing.
+
+        - transfer_syntax: pydicom's short name (JPEG2000Lossless), and transfer_syntax_uid.
+        - photometric (MONOCHROME1 or 2), rows, columns (pixels), bits_stored, laterality, view: as the header has them.
+        - window_center, window_width: the first pair, in stored units after rescale; n_windows: how many pairs.
+        - voi_function: VOILUTFunction; voi_lut: whether there is a VOI LUT Sequence, which goes before a window.
+        - file_mb: size in 10^6 bytes.
+        - error: why a file cannot be read, missing ones too; missing where it can.
+    """
+    if limit is not None and limit < len(table):
+        chosen = np.random.default_rng(seed).choice(len(table), max(limit, 0), replace=False)
+        table = table.iloc[np.sort(chosen)]
+    files = list(zip(table["image_id"], table["patient_id"], table["path"], strict=True))
+    rows = _rows(files, n_jobs or env.cores())
+    rows = list(tqdm(rows, total=len(files), unit="file", desc="headers", mininterval=1, smoothing=0))
+    return pd.DataFrame(rows, index=table.index, columns=list(COLUMNS)).astype(COLUMNS)
+
+
+def missing_decoders(headers: pd.DataFrame) -> str:
+    """What to install before the images of a scan can be decoded: a line a transfer syntax, "" if nothing is missing.
+
+    Args:
+        headers: as `scan_headers` gives it.
+    """
+    counts = headers["transfer_syntax_uid"].value_counts()
+    reasons = {syntax: dicom.missing_decoder(syntax) for syntax in counts.index}
+    lines = [f"{counts[syntax]:,} of {len(headers):,} images: {reason}" for syntax, reason in reasons.items() if reason]
+    return "\n".join(lines)
+
+
+def _rows(files: list[tuple], n_jobs: int) -> Iterator[dict]:
+    if n_jobs == 1 or len(files) < 8 * CHUNK:  # starting processes takes longer than a hundred headers
+        yield from (_row(*file) for file in files)
+        return
+    chunks = [files[i : i + CHUNK] for i in range(0, len(files), CHUNK)]
+    parallel = joblib.Parallel(n_jobs=n_jobs, return_as="generator")
+    for rows in parallel(joblib.delayed(_read_chunk)(chunk) for chunk in chunks):
+        yield from rows
+
+
+def _read_chunk(files: list[tuple]) -> list[dict]:
+    return [_row(*file) for file in files]
+
+
+def _row(image_id: str, patient_id: str, path: Path | str) -> dict:
+    row = {"image_id": image_id, "patient_id": patient_id}
+    try:
+        row["file_mb"] = os.path.getsize(path) / 1e6 if os.path.exists(path) else None
+        return row | _fields(dicom.read_header(path))
+    except dicom.DicomError as error:
+        return row | {"error": error.cause}
+
+
+def _fields(header: Dataset) -> dict:
+    syntax = dicom.transfer_syntax(header)
+    pairs = list(zip(_numbers(header, "WindowCenter"), _numbers(header, "WindowWidth"), strict=False))
+    center, width = pairs[0] if pairs else (None, None)
+    sizes = {name: _number(header, keyword) for name, keyword in _NUMBERS.items()}
+    words = {name: _text(header, keyword) for name, keyword in _WORDS.items()}
+    windows = {"window_center": center, "window_width": width, "n_windows": len(pairs)}
+    return {
+        "transfer_syntax": uid.UID(syntax).keyword or syntax,
+        "transfer_syntax_uid": syntax,
+        "voi_lut": bool(header.get("VOILUTSequence")),
+    } | (sizes | words | windows)
+
+
+_NUMBERS = {"rows": "Rows", "columns": "Columns", "bits_stored": "BitsStored"}
+_WORDS = {
+    "photometric": "PhotometricInterpretation",
+    "voi_function": "VOILUTFunction",
+    "laterality": "ImageLaterality",
+    "view": "ViewPosition",
+}
+
+
+def _number(header: Dataset, keyword: str) -> int | None:
+    numbers = _numbers(header, keyword)
+    return int(numbers[0]) if numbers else None
+
+
+def _numbers(header: Dataset, keyword: str) -> list[float]:
+    """Finite numbers of an element; none where it is absent, empty or no number."""
+    try:
+        value = header.get(keyword)
+        values = np.atleast_1d(np.asarray(value, dtype=object))
+        numbers = [float(number) for number in values if number not in (None, "")]
+        return numbers if np.isfinite(numbers).all() else []
+    except (TypeError, ValueError) as error:
+        logging.getLogger(__name__).warning("%s: unreadable %s: %s", getattr(header, "filename", ""), keyword, error)
+        return []
+
+
+def _text(header: Dataset, keyword: str) -> str | None:
+    return str(header.get(keyword) or "").strip().upper() or None

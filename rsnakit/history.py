@@ -1,0 +1,53 @@
+"""What an epoch leaves to be read: rows of scores, its row of `history.csv`, its line on the screen, its events."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from torch.utils.tensorboard import SummaryWriter
+
+from rsnakit import metrics
+
+
+def oof_rows(
+    table: pd.DataFrame, bad: pd.DataFrame, items: np.ndarray, scores: np.ndarray, fold: int, prior: float
+) -> pd.DataFrame:
+    """Out-of-fold rows; an image without pixels gets the prior, as it does in inference."""
+    scored = table.iloc[items].assign(score=scores.astype(np.float64))
+    rows = pd.concat([scored, bad.assign(score=prior)], ignore_index=True).assign(fold=fold)
+    return rows[["patient_id", "laterality", "image_id", "fold", "cancer", "score"]]
+
+
+def train_rows(table: pd.DataFrame, items: np.ndarray, scores: np.ndarray) -> pd.DataFrame:
+    """Training scores, an image once: one that was drawn several times counts with its mean."""
+    mean = pd.Series(scores.astype(np.float64)).groupby(items).mean()
+    return table.iloc[mean.index].assign(score=mean.to_numpy())[
+        ["patient_id", "laterality", "image_id", "cancer", "score"]
+    ]
+
+
+def side_scores(side: str, rows: pd.DataFrame) -> dict[str, float]:
+    """Scores of one side per breast: pF1 of the raw scores, F1 at the best threshold, AUC, average precision."""
+    breasts = metrics.to_breast(rows)
+    labels, scores = breasts["cancer"].to_numpy(), breasts["score"].to_numpy()
+    found = {"pf1": metrics.pfbeta(labels, scores), "f1": metrics.best_threshold(labels, scores)[1]}
+    found |= {"auc": metrics.auc(labels, scores), "ap": metrics.average_precision(labels, scores)}
+    return {f"{side}_{name}": float(value) for name, value in found.items()}
+
+
+def line(row: dict, epochs: int) -> str:
+    mark = " (resampled)" if row["train_resampled"] else ""
+    return (
+        f"epoch {row['epoch']}/{epochs}  lr {row['lr']:.1e}  {row['seconds']:.0f} s  |  "
+        f"train{mark}: loss {row['train_loss']:.3f}, pF1 {row['train_pf1']:.3f}, AUC {row['train_auc']:.3f}  |  "
+        f"validation: loss {row['valid_loss']:.3f}, pF1 {row['valid_pf1']:.3f} (at the best threshold {row['valid_f1']:.3f}), "
+        f"AUC {row['valid_auc']:.3f}"
+    )
+
+
+def log(folder: Path, row: dict) -> None:
+    """TensorBoard's events of one epoch; `purge_step` hides what a killed run wrote of the same one."""
+    with SummaryWriter(str(folder), purge_step=row["epoch"]) as writer:
+        for name, value in row.items():
+            if name not in ("epoch", "train_resampled"):
+                writer.add_scalar(name.replace("_", "/", 1), value, row["epoch"])

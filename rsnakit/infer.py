@@ -1,0 +1,285 @@
+"""Runs and a competition to a submission: every breast of test.csv gets its row, whatever happens to its images."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pandas as pd
+import torch
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+
+from rsnakit import data, env, metrics, models, runs
+from rsnakit.files import replacing
+from rsnakit.loop import autocast
+from rsnakit.params import setting
+from rsnakit.preprocess import BlankImage, PreprocessConfig, load_image
+
+COLUMNS = ["prediction_id", "cancer"]  # of a submission
+REPORT_COLUMNS = ["prediction_id", "patient_id", "laterality", "image_id", "status", "score", "seconds", "reason"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InferConfig:
+    """How a run's models are used on new images."""
+
+    threshold: float | str = setting("auto", low=0.0, high=1.0, choices=("auto", "none"))  # or a number in [0, 1]
+    aggregate: str = setting("mean", choices=("mean", "max"))  # of a breast's images
+    infer_batch_size: int = setting(8, low=1, high=1024)  # images
+
+
+class SubmissionError(ValueError):
+    """A submission that the competition would refuse or score wrongly; the message says what is wrong in which row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ensemble:
+    """The models of a run's folds, and what all of them agree on.
+
+    Attributes:
+        models: by fold number, on the device, in evaluation mode.
+        preprocess: the settings that shaped the pixels they were trained on.
+        prior: share of positive images in their training.
+        threshold: the out-of-fold one of `summary.json`; None where there is no summary.
+    """
+
+    models: dict[int, torch.nn.Module]
+    preprocess: PreprocessConfig
+    prior: float
+    threshold: float | None
+
+
+def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
+    """Rebuilds the models of all folds that a run has, from its own files alone.
+
+    Raises:
+        rsnakit.runs.RunError: no fold is trained, or the folds were trained on differently prepared pixels.
+        rsnakit.models.WeightsError: weights that do not fit what `model.json` says.
+    """
+    folders = runs.trained_folds(run)
+    if not folders:
+        raise runs.RunError(f"{run}: no fold with best.safetensors and model.json; 03_train makes one")
+    built, described = {}, {}
+    for fold, folder in folders.items():
+        described[fold] = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        # Its own weights follow; the ones it began from are neither needed nor, on Kaggle, to be had.
+        config = models.ModelConfig(**{**described[fold]["model"], "weights": "none"})
+        built[fold] = models.load_weights(models.build_model(config), folder / "best.safetensors")
+        built[fold] = built[fold].to(device, memory_format=torch.channels_last).eval()
+    first, *others = described.values()
+    for other in others:
+        differences = runs.compare(first["preprocess"], other["preprocess"])
+        if differences:
+            raise runs.RunError(f"{run}: folds were trained on differently prepared images: {differences}")
+    summary = run / "summary.json"
+    return Ensemble(
+        models=built,
+        preprocess=PreprocessConfig(**first["preprocess"]),
+        prior=float(np.mean([model["prior"] for model in described.values()])),
+        threshold=json.loads(summary.read_text(encoding="utf-8"))["threshold"] if summary.exists() else None,
+    )
+
+
+def refuse_other_settings(run: Path, given: dict[str, object]) -> None:
+    """Stops (RunError) where a parameter was given that shapes pixels or the model and is not what the run was trained with.
+
+    Args:
+        given: parameters by name that the notebook does not use itself, as `params.unused` gives them.
+    """
+    settings = runs.read_config(run)
+    trained = {**settings["preprocess"], **settings["model"]}
+    trained.pop("weights")  # what training began from
+    differing = {name: (trained[name], value) for name, value in given.items() if trained.get(name, value) != value}
+    if differing:
+        shown = ", ".join(f"{name}={now!r} (trained with {before!r})" for name, (before, now) in differing.items())
+        raise runs.RunError(
+            f"{run.name}: {shown}: the settings of pixels and model travel with the weights. Leave them out here, or name "
+            "the run that was trained with them."
+        )
+
+
+def predict(
+    competition: Path | str, run: Path | str, config: InferConfig, run_config: env.RunConfig | None = None
+) -> pd.DataFrame:
+    """Scores every image of a competition's test.csv with all folds of a run.
+
+    Args:
+        competition: its folder.
+        run: a run's folder (see `runs.find_run`).
+        config: batch size; threshold and aggregation come later, in `write_submission`.
+        run_config: device, precision, processes, debug (the first few breasts alone are scored, the rest get the prior).
+
+    Returns:
+        `report.csv` as a frame, a row an image of test.csv in its order: prediction_id, patient_id, laterality, image_id,
+        status (`ok`, `blank`, `failed` or `skipped`), score (mean over folds; the training prior where the status is not
+        ok), seconds to decode, reason.
+    """
+    run_config = run_config or env.RunConfig()
+    device = env.choose_device(run_config.device).value
+    precision = env.choose_precision(device, run_config.precision).value
+    table = data.load_table(competition, "test")
+    ensemble = load_ensemble(Path(run), device)
+    report = table[["prediction_id", "patient_id", "laterality", "image_id"]].assign(
+        status="skipped", score=ensemble.prior, seconds=0.0, reason="debug: not looked at"
+    )
+    wanted = np.arange(len(table))
+    if run_config.debug:
+        wanted = wanted[table["breast_id"].isin(table["breast_id"].unique()[:4]).to_numpy()]
+    images = _TestImages(table["path"].iloc[wanted].tolist(), ensemble.preprocess)
+    workers = (run_config.n_jobs or env.cores()) if len(images) > 8 else 0
+    loader = DataLoader(
+        images, config.infer_batch_size, num_workers=workers, collate_fn=_collate, worker_init_fn=_one_thread
+    )
+    with tqdm(total=len(images), desc="inference", unit="image", mininterval=1) as progress:
+        for batch in loader:
+            rows = wanted[batch["item"]]
+            score = _score(ensemble, batch["image"], device, precision)
+            status = np.array(batch["status"], dtype=object)
+            odd = ~np.isfinite(score) & (status == "ok")
+            reason = np.where(odd, "the model gave no finite score", np.array(batch["reason"], dtype=object))
+            status[odd] = "failed"
+            values = {"status": status, "reason": reason, "seconds": batch["seconds"]}
+            for name, column in {**values, "score": np.where(status == "ok", score, ensemble.prior)}.items():
+                report.loc[rows, name] = column
+            progress.update(len(rows))
+    return report[REPORT_COLUMNS]
+
+
+@torch.no_grad()
+def _score(ensemble: Ensemble, images: torch.Tensor, device: str, precision: str) -> np.ndarray:
+    """Mean probability over the folds, (B,) float64; sigmoid and mean are taken in full precision."""
+    images = images.to(device)
+    total = torch.zeros(len(images), dtype=torch.float64)
+    for model in ensemble.models.values():
+        with autocast(device, precision):
+            logits = model(images)["cancer"]
+        total += logits.double().sigmoid().cpu()
+    return (total / len(ensemble.models)).numpy()
+
+
+class _TestImages(Dataset):
+    """DICOM files as prepared images; a file that cannot be read is an item too, of zeros, with its reason."""
+
+    def __init__(self, paths: list[Path], config: PreprocessConfig) -> None:
+        self.paths, self.config = [str(path) for path in paths], config
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, item: int) -> dict:
+        begun = time.perf_counter()
+        image, status, reason = np.zeros((self.config.height, self.config.width), np.uint16), "ok", ""
+        try:
+            image = load_image(self.paths[item], self.config)
+        except BlankImage as error:
+            status, reason = "blank", str(error)
+        except Exception as error:  # whatever one image does, the others must get their rows
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+        return {
+            "image": torch.from_numpy(image.astype(np.float32) / 4095)[None],
+            "status": status,
+            "reason": " ".join(reason.split()),
+            "item": item,
+            "seconds": time.perf_counter() - begun,
+        }
+
+
+def _collate(samples: list[dict]) -> dict:
+    batch = {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {**batch, "image": torch.stack(batch["image"]), "item": np.array(batch["item"])}
+
+
+def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]:
+    """The threshold that the settings mean for a run, None for none, and a sentence on where it comes from.
+
+    Raises:
+        rsnakit.runs.RunError: `auto`, and the run has no summary.
+    """
+    if config.threshold == "none":
+        return None, "no threshold: the scores are submitted as they are"
+    if config.threshold != "auto":
+        return float(config.threshold), f"threshold {float(config.threshold):g}, as given"
+    path = run / "summary.json"
+    if not path.exists():
+        raise runs.RunError(
+            f"{path}: not found, and threshold='auto' is read from it; run 03_train to its end, or give one"
+        )
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    folds = ", ".join(map(str, summary["folds"]))
+    return summary[
+        "threshold"
+    ], f"threshold {summary['threshold']:.4f}, the best on the out-of-fold scores of fold {folds}"
+
+
+def write_submission(
+    report: pd.DataFrame, path: Path | str, threshold: float | None, aggregate: str = "mean"
+) -> pd.DataFrame:
+    """Brings a report's images to breasts, cuts at the threshold and writes the submission, whole or not at all.
+
+    Args:
+        report: as `predict` gives it.
+        threshold: scores at or above it become 1, others 0; None leaves them.
+        aggregate: `mean` or `max` over a breast's images.
+
+    Returns:
+        What was written: prediction_id, cancer, a row a breast in first-seen order.
+    """
+    breasts = metrics.to_breast(report, aggregate)
+    cancer = breasts["score"].clip(0, 1)
+    if threshold is not None:
+        cancer = (breasts["score"] >= threshold).astype(float)
+    submission = pd.DataFrame({"prediction_id": breasts["prediction_id"], "cancer": cancer})
+    with replacing(path) as temporary:
+        submission.to_csv(temporary, index=False)
+    return submission
+
+
+def check_submission(submission: Path | str | pd.DataFrame, test: Path | str | pd.DataFrame) -> pd.DataFrame:
+    """Checks a submission against test.csv as the competition would.
+
+    Args:
+        submission: its file, or a frame of it.
+        test: test.csv, or a frame with its prediction_id.
+
+    Returns:
+        The submission.
+
+    Raises:
+        SubmissionError: other columns; a prediction_id missing, twice, unknown or out of order; a value that is missing,
+            no number, or outside [0, 1].
+    """
+    ids = {"prediction_id": str}
+    if not isinstance(submission, pd.DataFrame):
+        submission = pd.read_csv(submission, dtype=ids, keep_default_na=False)
+    if not isinstance(test, pd.DataFrame):
+        test = pd.read_csv(test, dtype=ids, usecols=["prediction_id"])
+    if list(submission.columns) != COLUMNS:
+        raise SubmissionError(f"columns are {list(submission.columns)}, expected {COLUMNS}")
+    expected = test["prediction_id"].astype(str).drop_duplicates().tolist()
+    found = submission["prediction_id"].astype(str).tolist()
+    for what, names in (
+        ("twice", submission["prediction_id"][submission["prediction_id"].duplicated()].tolist()),
+        ("missing", sorted(set(expected) - set(found))),
+        ("not in test.csv", sorted(set(found) - set(expected))),
+    ):
+        if names:
+            raise SubmissionError(f"{len(names)} prediction_ids are {what}, {names[:3]} among them")
+    if found != expected:
+        row = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+        raise SubmissionError(f"row {row + 2} is {found[row]}, test.csv has {expected[row]} there: keep its order")
+    values = pd.to_numeric(submission["cancer"], errors="coerce")
+    wrong = ~values.between(0, 1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise SubmissionError(
+            f"row {row + 2}, {found[row]}: cancer is {submission['cancer'].iloc[row]!r}, expected 0 to 1"
+        )
+    return submission.assign(cancer=values.to_numpy(dtype=float))
+
+
+def _one_thread(_: int) -> None:
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)

@@ -1,0 +1,104 @@
+"""The one look of all figures: style, colours with a fixed meaning, and the parts that `plots` makes figures of.
+
+The colours are from the palette of Okabe & Ito (Color Universal Design, 2008), which people with any colour vision can
+tell apart.
+"""
+
+import functools
+import itertools
+import math
+import textwrap
+from collections.abc import Callable
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+CANCER, NO_CANCER = "#D55E00", "#0072B2"  # vermillion, blue
+LABEL_COLORS = {0: NO_CANCER, 1: CANCER}
+SITES = {"1": "#009E73", "2": "#CC79A7"}  # bluish green, reddish purple
+TRAIN, VALIDATION = "#E69F00", "#000000"  # orange, black
+NEUTRAL, MISSING = "#5A6470", "#BDBDBD"
+CROP = "#F0E442"  # yellow: seen on black and on grey
+FUNCTIONS = {"LINEAR": "#56B4E9", "LINEAR_EXACT": "#F0E442", "SIGMOID": "#000000"}
+
+WIDTH = 10.5  # inches: the width of a cell's output in JupyterLab at 100 %
+MAX_VALUE = 4095  # of the 12-bit images that preprocessing makes
+STYLE = {
+    "figure.facecolor": "white",  # also under JupyterLab's dark theme, where black text on nothing can't be read
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 100,
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#E3E3E3",
+    "legend.frameon": False,
+}
+
+
+def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """A function that draws a figure, in the kit's look whatever style is set; JupyterLab shows what it returns once."""
+
+    @functools.wraps(draw)
+    def in_style(*args, **kwargs) -> Figure:
+        with plt.style.context(["default", STYLE]):
+            figure = draw(*args, **kwargs)
+        plt.close(figure)  # an open figure would be shown at the end of the cell, and again as the cell's value
+        return figure
+
+    return in_style
+
+
+def titled(figure: Figure, title: str) -> Figure:
+    """The figure with a title over all its panels, on as many lines as its width asks for."""
+    letters = int(figure.get_figwidth() * 10.3)  # of this size on a line
+    figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return figure
+
+
+def nothing(why: str) -> Figure:
+    """A figure with a title alone, which says why there is nothing to draw."""
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.7))  # Jupyter doesn't show a figure that has no axes
+    ax.set_axis_off()
+    return titled(figure, why)
+
+
+def show_image(ax: Axes, image: np.ndarray) -> None:
+    """An image in grey, (H, W) whole numbers in 0..4095 or floats in [0, 1].
+
+    Large ones are thinned out for speed; the axes stay in pixels of the original, of which the first is at 0, 0.
+    """
+    height, width = image.shape
+    top = MAX_VALUE if image.dtype.kind in "iu" else 1.0
+    step = max(1, max(image.shape) // 1000)
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    ax.imshow(image[::step, ::step], cmap="gray", vmin=0, vmax=top, extent=extent, interpolation="antialiased")
+    ax.set(xticks=[], yticks=[], anchor="N")
+
+
+def label_bars(ax: Axes, labels: list[str], inches: float) -> None:
+    """Labels below upright bars at 0, 1, ...; turned where they would run into each other on an axis that wide."""
+    room = 0.92 * inches / max(len(labels), 1)
+    lengths = [0.086 * len(label) for label in labels]  # inches, at 10 points
+    neighbours = [(left + right) / 2 for left, right in itertools.pairwise(lengths)]
+    crowded = max(neighbours, default=0.0) > room
+    ax.set_xticks(range(len(labels)), labels, rotation=90 if crowded else 0, fontsize=min(10.0, 65 * room))
+
+
+def color_of(value: str, colors: dict[str, str] | None = None) -> str:
+    """The colour of a category: grey where it is "missing", its own where it has one in `colors`."""
+    return MISSING if value == "missing" else (colors or {}).get(value, NEUTRAL)
+
+
+def percent(share: float) -> str:
+    """A share as text, to a tenth of a percent."""
+    return "under 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def number(value: float) -> str:
+    """A score as text, to two decimals."""
+    return "undefined" if math.isnan(value) else f"{value:.2f}"

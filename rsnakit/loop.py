@@ -1,0 +1,140 @@
+"""The loop itself: an epoch of training and a pass of evaluation, in mixed precision.
+
+In the order that matters: forward under autocast, the loss in float32, scaled before backward (fp16 only), gradients
+unscaled before they are clipped, the schedule moved only when the optimiser moved.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+READ_EVERY_S = 1.0  # the loss is read from the device so often, since every reading makes the device wait
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (B,) and labels (B,) to the batch's mean, ()
+
+
+def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
+    """The context in which forward runs in `fp32`, `bf16` or `fp16`."""
+    return torch.autocast(torch.device(device).type, DTYPES[precision], enabled=precision != "fp32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What a pass over images gave: `items` (N,) rows of the table, `scores` (N,) in [0, 1], `loss`, and for training
+    `grad_norm`, the mean norm before clipping, and `skipped`, steps that fp16 overflow made void."""
+
+    items: np.ndarray
+    scores: np.ndarray
+    loss: float
+    grad_norm: float = math.nan
+    skipped: int = 0
+
+
+def train_one_epoch(
+    model: nn.Module,
+    loader: Iterable[dict[str, torch.Tensor]],
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    scaler: torch.amp.GradScaler,
+    loss_of: Loss,
+    clip_norm: float = 10.0,
+    device: str = "cpu",
+    precision: str = "fp32",
+    description: str = "train",
+) -> Scored:
+    """Trains a model for one pass over a loader.
+
+    Args:
+        model: on the device; maps images (B, 1, H, W) to a dict with `cancer` logits (B,).
+        loader: batches with `image`, `cancer` (B,) and `item` (B,).
+        scheduler: stepped once for each step that the optimiser took.
+        scaler: enabled where precision is fp16, and only there.
+        loss_of: of logits and labels, see `losses`.
+        clip_norm: gradients are scaled down to this norm; 0: never.
+        device, precision: as `env.choose_device` and `env.choose_precision` give them.
+
+    Returns:
+        Scores are those that the weights gave as they changed, on augmented images in the loader's order.
+
+    Raises:
+        FloatingPointError: the loss is NaN or infinite where no scaler is there to skip the step.
+    """
+    model.train()
+    losses, logits_seen, items = [], [], []
+    norm_sum, taken, skipped = 0.0, 0, 0
+    progress = tqdm(loader, desc=description, unit="batch", leave=False, mininterval=1)
+    last_read = 0.0
+    for batch in progress:
+        images, labels = batch["image"].to(device, non_blocking=True), batch["cancer"].to(device, non_blocking=True)
+        with autocast(device, precision):
+            logits = model(images)["cancer"]
+        loss = loss_of(logits, labels)
+
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # before clipping: a norm of scaled gradients would mean nothing
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.is_enabled() and scaler.get_scale() < scale:  # gradients overflowed: the step was not taken
+            skipped += 1
+        else:
+            scheduler.step()
+            norm_sum, taken = norm_sum + norm.detach(), taken + 1
+
+        # Kept on the device; reading them each step would make it wait for every one.
+        losses.append(loss.detach())
+        logits_seen.append(logits.detach())
+        items.append(batch["item"])
+        if time.monotonic() - last_read > READ_EVERY_S:
+            last_read = time.monotonic()
+            shown = {"loss": f"{_mean_loss(losses, scaler):.4f}", "lr": f"{optimizer.param_groups[0]['lr']:.1e}"}
+            progress.set_postfix(shown, refresh=False)
+    if not losses:
+        raise ValueError("nothing to train on: the loader gave no batch")
+    scores = torch.cat(logits_seen).float().sigmoid().cpu().numpy()
+    return Scored(
+        torch.cat(items).numpy(), scores, _mean_loss(losses, scaler), float(norm_sum) / max(1, taken), skipped
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[dict[str, torch.Tensor]],
+    loss_of: Loss,
+    device: str = "cpu",
+    precision: str = "fp32",
+    description: str = "evaluate",
+) -> Scored:
+    """Scores every image of a loader once; the arguments are those of `train_one_epoch`."""
+    model.eval()
+    losses, logits_seen, items = [], [], []
+    for batch in tqdm(loader, desc=description, unit="batch", leave=False, mininterval=1):
+        with autocast(device, precision):
+            logits = model(batch["image"].to(device, non_blocking=True))["cancer"]
+        losses.append(loss_of(logits, batch["cancer"].to(device)) * len(logits))
+        logits_seen.append(logits.float())
+        items.append(batch["item"])
+    logits = torch.cat(logits_seen)
+    loss = float(torch.stack(losses).sum()) / len(logits)
+    return Scored(torch.cat(items).numpy(), logits.sigmoid().cpu().numpy(), loss)
+
+
+def _mean_loss(losses: list[torch.Tensor], scaler: torch.amp.GradScaler) -> float:
+    values = torch.stack(losses)
+    finite = torch.isfinite(values)
+    if not finite.all() and not (scaler.is_enabled() and finite.any()):
+        raise FloatingPointError(
+            f"the loss is {float(values[~finite][0])} at step {int((~finite).nonzero()[0])} of this epoch. Lower lr, lengthen "
+            "warmup, or take precision fp32; the checkpoint of the epoch before is sound."
+        )
+    return float(values[finite].mean())

@@ -1,0 +1,371 @@
+"""Notebook parameters: flat names in, typed and checked configs out; a name that nothing knows is refused.
+
+A notebook has one cell tagged `parameters`, a line `name: type = value  # unit, range, why` a setting, and reads it in
+the next one: `model, train = params.read(ModelConfig, TrainConfig)`. papermill puts its own cell between the two, in
+which `-p folds '[0,1]' -p debug false` are still strings; the field of the config says what they are meant to be.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import math
+import numbers
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Every config of the kit, as module:class. Imported only when a name has to be looked up that a notebook doesn't use.
+CONFIGS = (
+    "env:RunConfig",
+    "demo:DemoConfig",
+    "preprocess:PreprocessConfig",
+    "models:ModelConfig",
+    "engine:TrainConfig",
+    "infer:InferConfig",
+)
+
+INJECTED_FIRST_LINE = "# Parameters"  # how papermill opens the cell it injects
+PAPERMILL_OWN = ("PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH")  # injected by its option --inject-paths
+
+_unused: dict[str, Any] = {}
+
+
+class ParameterError(ValueError):
+    """Some parameters are wrong; the message has a line for each of them."""
+
+
+def setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple | None = None) -> Any:
+    """A field of a config with what it may be.
+
+    Args:
+        default: the value where a notebook or YAML gives none; also the one that the parameters cell shows.
+        low, high: bounds of a number, or of each number of a tuple; both are allowed values.
+        choices: the values allowed. Where all of them are strings, numbers are left to `low` and `high`, so that
+            `float | str` can be "auto", "none" or a number.
+    """
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "choices": choices})
+
+
+def start() -> None:
+    """Print where this runs, on what device and in what precision, and why: the first cell of a notebook."""
+    from rsnakit import env
+
+    print(env.describe())
+
+
+def read(*config_classes: type, namespace: Mapping[str, Any] | None = None) -> Any:
+    """Build configs from the variables of the notebook, in the cell after its parameters cell.
+
+    Under papermill every name of the injected cell has to be known: one of another notebook's config is accepted,
+    checked, printed as not used here and kept for `unused`, so that one YAML serves the whole way. Other variables of
+    the notebook are no parameters, and cells may be run again in any order.
+
+    Args:
+        config_classes: dataclasses whose fields are bool, int, float, str, tuples of these, or unions of them.
+        namespace: variables by name; the caller's globals, where the cells of a notebook live, if not given.
+
+    Returns:
+        A config where one class is given, else a tuple of configs in the order of the classes.
+
+    Raises:
+        ParameterError: a value has the wrong type or is out of range, a name is unknown, or the parameters cell didn't
+            run before the injected one. All problems are in the one message.
+    """
+    global _unused
+    if namespace is None:
+        namespace = sys._getframe(1).f_globals
+    fields = {name for cls in config_classes for name in _settings(cls)}
+    injected, problems = _injected(namespace, fields)
+    values = {name: value for name, value in injected.items() if name not in fields}
+    for name in sorted(fields):
+        if name in namespace:
+            values[name] = _unwrap(namespace[name], name)
+        else:
+            problems.append(f"{name}: has no value; run the parameters cell, which sets it, before this one")
+    configs, unused, more = _build(values, config_classes)
+    _raise(problems + more)
+    _unused = unused
+    if unused:
+        print("not used by this notebook:", ", ".join(f"{name}={value!r}" for name, value in unused.items()))
+    return configs[0] if len(configs) == 1 else tuple(configs)
+
+
+def from_mapping(values: Mapping[str, Any], *config_classes: type) -> Any:
+    """Build configs from a flat mapping of names to values, as a YAML of `params/` holds them.
+
+    Names that are left out keep their defaults; names of the kit's other configs are checked and dropped. Returns and
+    raises as `read` does.
+    """
+    configs, _, problems = _build(values, config_classes)
+    _raise(problems)
+    return configs[0] if len(configs) == 1 else tuple(configs)
+
+
+def unused() -> dict[str, Any]:
+    """Values that the last `read` accepted for configs which its notebook doesn't use, by name."""
+    return dict(_unused)
+
+
+def changed(*configs: Any) -> dict[str, Any]:
+    """The settings of some configs that differ from their defaults, by name."""
+    fields = [(field, getattr(config, field.name)) for config in configs for field in dataclasses.fields(config)]
+    return {field.name: value for field, value in fields if value != field.default}
+
+
+def show(*configs: Any) -> None:
+    """Print a line a config with the settings that differ from their defaults."""
+    for config in configs:
+        pairs = [f"{name}={value!r}" for name, value in changed(config).items()]
+        print(f"{type(config).__name__}: {', '.join(pairs) or 'all defaults'}")
+
+
+def _build(values: Mapping[str, Any], config_classes: Iterable[type]) -> tuple[list, dict[str, Any], list[str]]:
+    """Configs, values of other configs, and problems; a config with a problem is missing from the first."""
+    configs, problems = [], []
+    given: set[str] = set()
+    for cls in config_classes:
+        settings = _settings(cls)
+        given |= settings.keys()
+        typed, wrong = _typed(values, settings)
+        problems += wrong
+        if not wrong:
+            try:
+                configs.append(cls(**typed))
+            except ValueError as error:  # what a config checks by itself, across its fields
+                problems.append(str(error))
+    foreign = {name: value for name, value in values.items() if name not in given and name not in PAPERMILL_OWN}
+    others: dict[str, Any] = {}
+    for cls in _known_configs() if foreign else ():
+        others.update(_settings(cls))
+    kept, wrong = _typed(foreign, others)
+    unknown = [_unknown(name, given, others) for name in foreign if name not in others]
+    return configs, kept, list(dict.fromkeys(problems + wrong + unknown))
+
+
+def _typed(values: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    typed, problems = {}, []
+    for name, (hint, field) in settings.items():
+        if name not in values:
+            continue
+        try:
+            typed[name] = _convert(values[name], hint)
+            _check(typed[name], **_bounds(field))
+        except ValueError:
+            value = values[name]
+            problems.append(f"{name}: got {value!r} ({type(value).__name__}), expected {_expected(hint, field)}")
+    return typed, problems
+
+
+def _known_configs() -> tuple[type, ...]:
+    """The classes named in CONFIGS."""
+    pairs = [entry.split(":") for entry in CONFIGS]
+    return tuple(getattr(importlib.import_module(f"rsnakit.{module}"), name) for module, name in pairs)
+
+
+def _settings(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Type and field of each setting of a config, by name."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: (hints[field.name], field) for field in dataclasses.fields(cls) if field.init}
+
+
+def _unknown(name: str, given: Iterable[str], others: Iterable[str]) -> str:
+    lower = {other.lower(): other for other in (*others, *given)}
+    near = difflib.get_close_matches(name.lower(), lower, n=1)
+    hint = f"did you mean {lower[near[0]]}?" if near else f"this notebook has {', '.join(sorted(given))}"
+    return f"{name}: unknown parameter; {hint}"
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        count = "1 parameter is" if len(problems) == 1 else f"{len(problems)} parameters are"
+        raise ParameterError("\n  ".join([f"{count} wrong:", *problems]))
+
+
+# ---- what papermill injected
+
+
+def _injected(namespace: Mapping[str, Any], fields: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Names and values of the injected cell that is in force, and problems with the order in which cells ran.
+
+    Where the parameters cell ran again after the injected one, by hand, the injected one is no longer in force. Where
+    it ran only after it, the injected values are lost: papermill injects at the very top where no cell is tagged.
+    """
+    history = namespace.get("In")
+    cells = [cell for cell in history if isinstance(cell, str)] if isinstance(history, list | tuple) else []
+    own = [i for i, cell in enumerate(cells) if _is_parameters_cell(cell, fields)]
+    opened = [i for i, cell in enumerate(cells) if cell.strip().split("\n", 1)[0].strip() == INJECTED_FIRST_LINE]
+    last = max(set(opened) - set(own), default=None)
+    if last is None:
+        return {}, []
+    ran_before, ran_after = any(i < last for i in own), any(i > last for i in own)
+    if ran_before and ran_after:
+        return {}, []
+    values = _assigned(cells[last], namespace)
+    if not ran_after:
+        return values, []
+    now = {name: _unwrap(namespace[name], name) for name in sorted(fields & values.keys()) if name in namespace}
+    return values, [
+        f"{name}: {values[name]!r} was injected, but the parameters cell ran after that and set {value!r}; "
+        "tag the parameters cell `parameters`, or run the injected cell again"
+        for name, value in now.items()
+        if value != values[name]
+    ]
+
+
+def _is_parameters_cell(cell: str, fields: set[str]) -> bool:
+    """Whether a cell annotates most of the settings, as no other cell does."""
+    annotated = {ast.unparse(node.target) for node in _statements(cell) if isinstance(node, ast.AnnAssign)}
+    return 2 * len(annotated & fields) > len(fields)
+
+
+def _assigned(cell: str, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that a cell assigns, by name: as written there, for a later cell may use the name for something else."""
+    values = {}
+    for node in _statements(cell):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):  # papermill writes no other kind
+            name = node.targets[0].id
+            try:
+                values[name] = ast.literal_eval(node.value)
+            except ValueError:  # float('nan')
+                values[name] = namespace.get(name)
+    return values
+
+
+def _statements(cell: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(cell).body
+    except SyntaxError:  # the history keeps the cells that didn't run, too
+        return []
+
+
+def _unwrap(value: Any, name: str) -> Any:
+    """The setting itself where `..., run = params.read(...)` put a config under the name of one of its settings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return getattr(value, name, value)
+    return value
+
+
+# ---- types
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """The value as the type says; ValueError where that would change what it means."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        # text last: it would take what the others can read
+        for member in sorted(typing.get_args(hint), key=lambda member: member is str):
+            try:
+                return _convert(value, member)
+            except ValueError:
+                continue
+        raise ValueError
+    if typing.get_origin(hint) is tuple:
+        return _to_tuple(value, typing.get_args(hint))
+    if hint not in _CONVERTERS:
+        raise TypeError(f"a config has a field of type {hint}; expected bool, int, float, str, tuple[...] or a union")
+    return _CONVERTERS[hint](value.strip() if isinstance(value, str) else value)
+
+
+def _to_bool(value: Any) -> bool:
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    word = str(value).lower()
+    if not isinstance(value, bool | int | str) or word not in words:
+        raise ValueError
+    return words[word]
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
+        raise ValueError
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    try:
+        return int(value if isinstance(value, str) else "")
+    except ValueError:
+        number = _to_float(value)  # 4.0, '4.0', '1e3'
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _to_str(value: Any) -> str:
+    # `papermill -p fold 0` makes an int of it. A float is refused: the text 1e5 would come back as 100000.0.
+    if isinstance(value, bool) or not isinstance(value, str | numbers.Integral):
+        raise ValueError
+    return str(value)
+
+
+def _to_none(value: Any) -> None:
+    if value is not None and value not in ("None", "none", "null"):
+        raise ValueError
+
+
+def _to_tuple(value: Any, members: tuple) -> tuple:
+    if isinstance(value, str):
+        inside = value.strip()
+        if inside[:1] + inside[-1:] in ("[]", "()"):
+            inside = inside[1:-1]
+        parts = [part.strip().strip("'\"") for part in inside.split(",")]
+        value = parts if parts[-1] else parts[:-1]  # (1,) and the empty list
+    elif not isinstance(value, list | tuple):
+        value = (value,)  # `-p folds 0`
+    if members[-1] is Ellipsis:
+        members = (members[0],) * len(value)
+    if len(members) != len(value):
+        raise ValueError
+    return tuple(_convert(part, member) for part, member in zip(value, members, strict=True))
+
+
+_CONVERTERS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str, type(None): _to_none}
+
+
+def _bounds(field: dataclasses.Field) -> dict[str, Any]:
+    return {name: field.metadata.get(name) for name in ("low", "high", "choices")}
+
+
+def _check(value: Any, low: float | None, high: float | None, choices: tuple | None) -> None:
+    for part in value if isinstance(value, tuple) else (value,):
+        number = isinstance(part, int | float) and not isinstance(part, bool)
+        if number and ((low is not None and part < low) or (high is not None and part > high)):
+            raise ValueError
+        free = choices is None or part is None or (number and _is_text(choices))
+        if not free and part not in choices:
+            raise ValueError
+
+
+def _expected(hint: Any, field: dataclasses.Field) -> str:
+    low, high, choices = _bounds(field).values()
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    words = [_words(member) for member in members if not (choices and (member is str or not _is_text(choices)))]
+    if words and low is not None and high is not None:
+        words[-1] += f" from {low} to {high}"
+    elif words and (low is not None or high is not None):
+        words[-1] += f" of at least {low}" if high is None else f" of at most {high}"
+    if choices:
+        words.append(f"one of {', '.join(map(repr, choices))}")
+    by_hand = "; as text: papermill -r NAME VALUE, or in quotes" if hint is str and not choices else ""
+    return " or ".join(words) + by_hand
+
+
+def _is_text(choices: tuple) -> bool:
+    return all(isinstance(choice, str) for choice in choices)
+
+
+def _words(hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        args = typing.get_args(hint)
+        length = "any number" if args[-1] is Ellipsis else str(len(args))
+        return f"a list of {length} of: {_words(args[0])}"
+    names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text", type(None): "None"}
+    return names[hint]

@@ -1,0 +1,198 @@
+"""A run's folder: what it was trained with, what each fold left there, and the summary over the folds there are.
+
+work/runs/<name>/config.json          settings that decide the result, versions, git revision
+                 fold<k>/             best.safetensors, model.json, oof.csv, history.csv, last.pt, events.*
+                 summary.json         scores with intervals, out-of-fold threshold and percentile
+"""
+
+import dataclasses
+import json
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pandas as pd
+
+import rsnakit
+from rsnakit import metrics
+from rsnakit.files import write_json
+from rsnakit.store import config_hash
+
+PACKAGES = ("torch", "timm", "numpy", "pandas", "albumentations", "pydicom")
+MAY_GROW = "train.epochs"  # the one setting of a run that may change: to more
+
+
+class RunError(ValueError):
+    """A run that cannot be gone on with, or is not there; the message says what differs and what to do."""
+
+
+def settings_of(preprocess: object, model: object, train: object, data: str, is_demo: bool, debug: bool) -> dict:
+    """What decides a run's result, as plain values: the configs, the data's fingerprint, demo and debug."""
+    parts = {"preprocess": preprocess, "model": model, "train": train}
+    plain = {name: dataclasses.asdict(config) for name, config in parts.items()}
+    return json.loads(json.dumps({**plain, "data": data, "is_demo": is_demo, "debug": debug}))  # tuples become lists
+
+
+def run_name(settings: dict) -> str:
+    """The name that a run gets by itself; another setting makes another name."""
+    marks = [mark for mark, there in (("demo", settings["is_demo"]), ("debug", settings["debug"])) if there]
+    backbone = settings["model"]["backbone"].replace("/", "_")
+    return "-".join([*marks, backbone, config_hash(settings)[:8]])
+
+
+def open_run(work: Path, name: str, settings: dict) -> Path:
+    """The folder of a run, made or gone on with.
+
+    Args:
+        work: the work folder.
+        name: of the run; empty: `run_name`.
+        settings: as `settings_of` makes them.
+
+    Raises:
+        RunError: a run of this name was trained with other settings; each difference is shown.
+    """
+    folder = work / "runs" / (name or run_name(settings))
+    path = folder / "config.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        differences = compare(before, settings)
+        epochs = differences.pop(MAY_GROW, None)
+        if epochs and (not epochs[0] or epochs[1] < epochs[0]):
+            differences[MAY_GROW] = epochs
+        if differences:
+            raise RunError(
+                f"{folder}: this run was begun with other settings:\n{_show(differences)}\n"
+                "Give another name with run=, or leave run empty to have it named after its settings."
+            )
+        if epochs:  # kept, so that the next call with these settings finds nothing changed
+            _write_config(folder, settings)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_config(folder, settings)
+    return folder
+
+
+def compare(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]:
+    """Settings that differ, by dotted name: (before, now); None where one side has none."""
+    differences = {}
+    for name in sorted({*before, *now}):
+        a, b = before.get(name), now.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            differences |= compare(a, b, f"{prefix}{name}.")
+        elif a != b:
+            differences[prefix + name] = (a, b)
+    return differences
+
+
+def _show(differences: dict[str, tuple]) -> str:
+    return "\n".join(f"  {name}: {before!r} before, {now!r} now" for name, (before, now) in differences.items())
+
+
+def find_run(work: Path, name: str, is_demo: bool) -> Path:
+    """The folder of a trained run: the named one, else the one last written to.
+
+    Args:
+        work: the work folder.
+        name: a run's name in it, or empty. Without a name debug runs count only on the demo, and runs of the demo never
+            for a real competition.
+        is_demo: whether the data is the demo's.
+
+    Raises:
+        RunError: there is none; the message lists those there are.
+    """
+    there = sorted(p.parent for p in (work / "runs").glob("*/config.json") if trained_folds(p.parent))
+    if name:
+        folder = work / "runs" / name
+        if folder in there:
+            return folder
+        listed = ", ".join(p.name for p in there) or "none"
+        raise RunError(f"{folder}: no run with a trained fold here; runs there are: {listed}. 03_train makes one.")
+    fitting = [p for p in there if is_demo == read_config(p)["is_demo"] and (is_demo or not read_config(p)["debug"])]
+    if not fitting:
+        others = (
+            f" Runs of another kind of data, to be named with run=: {', '.join(p.name for p in there)}."
+            if there
+            else ""
+        )
+        what = "demo" if is_demo else "real competition"
+        raise RunError(
+            f"{work / 'runs'}: no run trained on a {what} yet.{others} `papermill 03_train.ipynb` makes one."
+        )
+    return max(fitting, key=lambda p: max(f.stat().st_mtime for f in p.glob("fold*/model.json")))
+
+
+def trained_folds(run: Path) -> dict[int, Path]:
+    """The folders of a run's folds that have weights, by fold number."""
+    folders = {int(p.parent.name.removeprefix("fold")): p.parent for p in run.glob("fold*/model.json")}
+    return {fold: folders[fold] for fold in sorted(folders) if (folders[fold] / "best.safetensors").exists()}
+
+
+def read_config(run: Path) -> dict:
+    """The settings a run was trained with."""
+    return json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]
+
+
+def read_oof(run: Path) -> pd.DataFrame:
+    """Out-of-fold scores of all folds there are: patient_id, laterality, image_id, fold, cancer, score."""
+    ids = {"patient_id": str, "image_id": str}
+    return pd.concat([pd.read_csv(f / "oof.csv", dtype=ids) for f in trained_folds(run).values()], ignore_index=True)
+
+
+def write_summary(run: Path) -> dict:
+    """Scores the out-of-fold predictions of the folds there are, per breast, and writes them to `summary.json`.
+
+    Returns:
+        What was written: `folds`, `select`, `prior` (share of positive images in training), `scores` (as
+        `metrics.score_breasts` has them), `threshold` and `percentile` (best on these very scores, so their F1 flatters).
+    """
+    folders = trained_folds(run)
+    breasts = metrics.to_breast(read_oof(run))
+    models = [json.loads((folder / "model.json").read_text(encoding="utf-8")) for folder in folders.values()]
+    threshold, _ = metrics.best_threshold(breasts["cancer"], breasts["score"])
+    summary = {
+        "folds": list(folders),
+        "epochs": [model["epoch"] for model in models],
+        "select": models[0]["select"],
+        "prior": sum(model["prior"] for model in models) / len(models),
+        "threshold": float(threshold),
+        "percentile": float(metrics.percentile_of(breasts["score"], threshold)),
+        "scores": metrics.score_breasts(breasts),
+    }
+    write_json(run / "summary.json", summary)
+    return summary
+
+
+def summary_table(summary: dict) -> pd.DataFrame:
+    """The scores of a summary with their 95 % intervals, a row a score, for a notebook to show."""
+    names = {
+        "auc": "AUC",
+        "average_precision": "average precision",
+        "pf1": "pF1 of the raw scores",
+        "naive_f1": "pF1 after the threshold (chosen on these scores: flatters)",
+    }
+    rows = {text: [summary["scores"][name][k] for k in ("value", "low", "high")] for name, text in names.items()}
+    return pd.DataFrame.from_dict(rows, "index", columns=["value", "95 % from", "to"], dtype=float).round(3)
+
+
+def _write_config(folder: Path, settings: dict) -> None:
+    write_json(folder / "config.json", {"settings": settings, "versions": versions(), "git": _git_revision()})
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    found = {"rsnakit": rsnakit.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _git_revision() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"  # a zip or a data set, without git

@@ -1,0 +1,312 @@
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rsnakit import env, params
+
+SLUG = "rsna-breast-cancer-detection"
+
+
+def test_import_is_light():
+    code = "import sys, rsnakit.env, rsnakit.params; print(sorted({'torch', 'pandas', 'numpy'} & set(sys.modules)))"
+    root = Path(env.__file__).parents[1]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# ---- where
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, "local"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "kaggle"),
+        # Kaggle's image derives from Colab's and keeps its variables
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch", "COLAB_RELEASE_TAG": "r", "COLAB_GPU": "1"}, "kaggle"),
+        ({"COLAB_RELEASE_TAG": "release-colab-external"}, "colab"),
+        ({"PAPERSPACE_NOTEBOOK_REPO_ID": "r1"}, "paperspace"),
+        ({"PAPERSPACE_CLUSTER_ID": "c1"}, "paperspace"),
+        # keys that a person carries on a machine of their own
+        ({"KAGGLE_USERNAME": "me", "KAGGLE_KEY": "k", "PAPERSPACE_API_KEY": "k"}, "local"),
+    ],
+)
+def test_where_by_variables(tmp_path, environ, name):
+    place = env.where(environ, root=tmp_path)
+    assert place.name == name
+    assert name == "local" or place.reason.split()[0].lstrip("$") in environ
+
+
+@pytest.mark.parametrize(
+    ("folders", "name"),
+    [
+        (("kaggle/working", "kaggle/input", "content/sample_data"), "kaggle"),
+        (("content/sample_data",), "colab"),
+        (("notebooks", "storage"), "paperspace"),
+        (("notebooks",), "local"),
+        (("storage",), "local"),
+    ],
+)
+def test_where_by_folders(tmp_path, folders, name):
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+    assert env.where({}, root=tmp_path).name == name
+
+
+# ---- data
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """An empty machine: its root and a repository on it."""
+    repository = tmp_path / "home" / "repository"
+    repository.mkdir(parents=True)
+    return {"root": tmp_path, "repository": repository}
+
+
+def competition(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "train.csv").write_text("patient_id,image_id\n")
+    return folder
+
+
+def test_data_is_found_in_order(machine):
+    root, repository = machine["root"], machine["repository"]
+    assert env.find_data(environ={}, **machine).is_demo
+    expected = [
+        competition(repository / "data"),
+        competition(root / "kaggle/input/competitions" / SLUG),
+        competition(root / "kaggle/input" / SLUG),
+    ]
+    for folder in reversed(expected):
+        found = env.find_data(environ={}, **machine)
+        assert found.path == folder and not found.is_demo
+        shutil.rmtree(folder)
+    competition(repository / "data" / SLUG)
+    assert env.find_data(environ={}, **machine).path == repository / "data" / SLUG
+
+    other, another = competition(root / "other"), competition(root / "another")
+    assert env.find_data(environ={"RSNA_DATA": str(other)}, **machine).path == other
+    assert env.find_data(str(another), environ={"RSNA_DATA": str(other)}, **machine).path == another
+    assert env.find_data("demo", environ={"RSNA_DATA": str(other)}, **machine).path is None
+
+
+def test_relative_data_dir(machine, monkeypatch):
+    folder = competition(machine["repository"] / "mine")
+    (machine["repository"] / "notebooks").mkdir()
+    monkeypatch.chdir(machine["repository"] / "notebooks")
+    assert env.find_data("mine", environ={}, **machine).path == folder
+    here = competition(machine["repository"] / "notebooks" / "mine")  # the current folder goes first
+    assert env.find_data("mine", environ={}, **machine).path == here
+
+
+@pytest.mark.parametrize("source", ["data_dir", "$RSNA_DATA"])
+def test_named_folder_never_becomes_the_demo(machine, source):
+    def find(folder):
+        if source == "data_dir":
+            return env.find_data(str(folder), environ={}, **machine)
+        return env.find_data(environ={"RSNA_DATA": str(folder)}, **machine)
+
+    right = competition(machine["root"] / "sets" / "rsna")
+    (right / "train_images").mkdir()
+    with pytest.raises(FileNotFoundError) as missing:
+        find(machine["root"] / "sets" / "rnsa")
+    assert "is not a folder" in str(missing.value) and source in str(missing.value)
+    assert f"did you mean {right}?" in str(missing.value)
+    with pytest.raises(FileNotFoundError, match=r"neither train\.csv nor test\.csv") as parent:
+        find(machine["root"] / "sets")
+    assert f"did you mean {right}?" in str(parent.value)
+    with pytest.raises(FileNotFoundError) as child:
+        find(right / "train_images")
+    assert f"did you mean {right}?" in str(child.value)
+
+
+def test_no_demo_while_kaggle_scores(machine):
+    environ = {"KAGGLE_KERNEL_RUN_TYPE": "Batch", "KAGGLE_IS_COMPETITION_RERUN": "1"}
+    with pytest.raises(FileNotFoundError, match="not mounted"):
+        env.find_data(environ=environ, **machine)
+    folder = competition(machine["root"] / "kaggle/input/competitions" / SLUG)
+    assert env.find_data(environ=environ, **machine).path == folder
+
+
+# ---- work folder and disk
+
+
+def test_work_folder_order(machine, monkeypatch):
+    root, repository = machine["root"], machine["repository"]
+    assert env.work_folder(environ={}, **machine) == repository / "work"
+    kaggle = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
+    assert env.work_folder(environ=kaggle, **machine) == root / "kaggle/working/work"
+    kaggle["RSNAKIT_WORK"] = str(root / "elsewhere")
+    assert env.work_folder(environ=kaggle, **machine) == root / "elsewhere"
+    monkeypatch.chdir(root)
+    assert env.work_folder("here/deep", environ=kaggle, **machine) == root / "here" / "deep"
+    assert all(not list(folder.iterdir()) for folder in (root / "elsewhere", root / "here/deep"))  # the trial is gone
+
+
+def test_work_folder_that_cannot_be_written(machine, monkeypatch):
+    (machine["root"] / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot write to the work folder .*RSNAKIT_WORK"):
+        env.work_folder(str(machine["root"] / "file" / "work"), environ={}, **machine)
+
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(env.tempfile, "TemporaryFile", read_only)
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        env.work_folder(environ={}, **machine)
+    assert caught.value.errno == errno.EROFS
+
+
+def test_check_disk(tmp_path):
+    folder = tmp_path / "not" / "yet"
+    stat = os.statvfs(tmp_path)
+    env.check_disk(folder, stat.f_bavail * stat.f_frsize / 2, "the store")
+    assert not folder.exists()
+    with pytest.raises(OSError, match=r"the store needs 1000000000\.00 GB .* GB free") as caught:
+        env.check_disk(folder, 1e18, "the store")
+    assert caught.value.errno == errno.ENOSPC and str(tmp_path) in str(caught.value)
+
+
+# ---- cores
+
+
+def test_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert env.cores(root=tmp_path) == 8  # no control group
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for line, expected in [("max 100000\n", 8), ("250000 100000\n", 3), ("50000 100000", 1), ("3200000 100000", 8)]:
+        (group / "cpu.max").write_text(line)
+        assert env.cores(root=tmp_path) == expected
+    (group / "cpu.max").unlink()
+    (group / "cpu").mkdir()
+    (group / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    for quota, expected in [("-1\n", 8), ("400000\n", 4)]:
+        (group / "cpu/cpu.cfs_quota_us").write_text(quota)
+        assert env.cores(root=tmp_path) == expected
+
+
+# ---- device and precision
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make torch report a GPU: gpu(name, capability). One that doesn't run lacks kernels; one without `bf16` emulates it."""
+
+    def install(name, capability, runs=True, bf16=True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True: including_emulation or (bf16 and capability[0] >= 8),
+        )
+        plain_ones = torch.ones
+
+        def ones(*size, device=None, **kwargs):
+            if not runs:
+                raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore lines")
+            return plain_ones(*size, **kwargs)
+
+        monkeypatch.setattr(torch, "ones", ones)
+
+    return install
+
+
+# T12
+def test_gpu_without_kernels(gpu):
+    gpu("Tesla P100-PCIE-16GB", (6, 0), runs=False)
+    choice = env.choose_device("auto")
+    assert choice.value == "cpu"
+    for part in ("P100", "6.0", "no kernel image"):
+        assert part in choice.reason
+    assert "\n" not in choice.reason
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        env.choose_device("cuda")
+
+
+def test_choose_device(gpu):
+    assert env.choose_device("cpu").value == "cpu"
+    if not torch.cuda.is_available() and not torch.backends.mps.is_available():
+        assert env.choose_device().value == "cpu"
+        with pytest.raises(RuntimeError, match="sees no CUDA GPU"):
+            env.choose_device("cuda:0")
+    gpu("Tesla T4", (7, 5))
+    assert env.choose_device().value == "cuda" and "T4" in env.choose_device().reason
+    assert env.choose_device("cuda:0").value == "cuda:0"
+    with pytest.raises(RuntimeError, match="only 1 CUDA"):
+        env.choose_device("cuda:1")
+    with pytest.raises(ValueError, match="expected auto, cpu"):
+        env.choose_device("gpu")
+
+
+# T12
+@pytest.mark.parametrize(
+    ("name", "capability", "auto", "refused"),
+    [
+        ("Tesla P100-PCIE-16GB", (6, 0), "fp32", ("fp16", "bf16")),
+        ("Tesla V100-SXM2-16GB", (7, 0), "fp16", ("bf16",)),
+        ("Tesla T4", (7, 5), "fp16", ("bf16",)),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), "bf16", ()),
+        ("NVIDIA RTX 6000 Ada", (8, 9), "bf16", ()),
+        ("NVIDIA H200", (9, 0), "bf16", ()),
+    ],
+)
+def test_precision_of_gpus(gpu, name, capability, auto, refused):
+    gpu(name, capability)
+    choice = env.choose_precision("cuda")
+    assert choice.value == auto
+    assert name in choice.reason
+    assert env.choose_precision(torch.device("cuda", 0)).value == auto
+    for wanted in ("fp32", "fp16", "bf16"):
+        if wanted in refused:
+            with pytest.raises(ValueError, match=f"{name}.*use {auto}"):
+                env.choose_precision("cuda", wanted)
+        else:
+            assert env.choose_precision("cuda", wanted).value == wanted
+
+
+def test_new_gpu_with_emulated_bf16(gpu):
+    gpu("NVIDIA A100-SXM4-40GB", (8, 0), bf16=False)
+    assert env.choose_precision("cuda").value == "fp16"
+
+
+def test_precision_elsewhere():
+    assert env.choose_precision("cpu").value == "fp32"
+    assert env.choose_precision("cpu", "bf16").value == "bf16"
+    with pytest.raises(ValueError, match=r"CPU is slow in fp16.*use bf16"):
+        env.choose_precision("cpu", "fp16")
+    assert env.choose_precision("mps").value == "fp32"
+    with pytest.raises(ValueError, match="mps; use fp32"):
+        env.choose_precision("mps", "fp16")
+    with pytest.raises(ValueError, match="expected auto, fp32, bf16 or fp16"):
+        env.choose_precision("cpu", "float16")
+
+
+def test_start_says_where_and_why(capsys, gpu):
+    gpu("Tesla T4", (7, 5))
+    params.start()
+    out = capsys.readouterr().out
+    for part in (torch.__version__.split("+")[0], "device cuda: Tesla T4", "precision fp16", "only emulates bf16"):
+        assert part in out
+
+
+# ---- RunConfig
+
+
+def test_run_config():
+    assert params.from_mapping({}, env.RunConfig) == env.RunConfig()
+    config = params.from_mapping({"fold": 3, "device": "cuda:1", "max_hours": 6, "debug": "true"}, env.RunConfig)
+    assert (config.fold, config.device, config.max_hours, config.debug) == ("3", "cuda:1", 6.0, True)
+    for wrong in ({"fold": "first"}, {"fold": -1}, {"device": "gpu"}, {"run": "a/b"}, {"run": ".."}, {"n_jobs": -1}):
+        with pytest.raises(params.ParameterError, match=next(iter(wrong))):
+            params.from_mapping(wrong, env.RunConfig)
