@@ -1,6 +1,7 @@
 """Augmentation pipelines by name, made of albumentations; on single images, (H, W) float32 in [0, 1]."""
 
 import os
+import random
 import warnings
 from collections.abc import Callable
 
@@ -30,7 +31,8 @@ class Augment:
         low, high = float(image.min()), float(image.max())
         if not (low >= 0 and high <= 1):
             raise ValueError(f"augmentation takes values in [0, 1], found {low:g} to {high:g}")
-        self.pipeline.set_random_seed(seed)
+        # Not set_random_seed: it gives every transform the same numbers, and those with the same p then always come together.
+        self.pipeline.set_random_state(np.random.default_rng(seed), random.Random(seed))
         # A channel is added, since some transforms read (H, W) and (H, W, 1) differently.
         out = self.pipeline(image=image[..., None])["image"][..., 0]
         return np.ascontiguousarray(np.clip(out, 0, 1), dtype=np.float32)
@@ -57,7 +59,7 @@ def checked(make: Callable[[int, int], list[A.BasicTransform]], height: int, wid
         warnings.simplefilter("error", UserWarning)
         try:
             return make(height, width)
-        except (UserWarning, TypeError) as error:
+        except (UserWarning, TypeError, ValueError) as error:
             raise ValueError(f"albumentations {A.__version__} refuses this pipeline: {error}") from error
 
 

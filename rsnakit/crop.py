@@ -45,14 +45,18 @@ def breast_mask(display: np.ndarray) -> np.ndarray:
     frame = _bright_frame(small)
     level = _background_level(small[~frame] if (~frame).any() else small)
     mask = ((small > level) & ~frame).astype(np.uint8)
-    side = max(3, round(min(small.shape) * 0.09)) | 1
+    side = max(3, round(min(small.shape) * 0.13)) | 1
     disc = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (side, side))
     core = _largest_piece(cv2.morphologyEx(mask, cv2.MORPH_OPEN, disc))
     if not core.any():
         return mask.astype(bool)
-    # Opening rounds corners off and takes the nipple; what lies close to the core and belongs to the mask comes back.
-    near = cv2.dilate(core, cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (7, 7)))
-    return (near & mask).astype(bool)
+    # Opening rounds corners off and takes the nipple. What hangs together with the core comes back, but for pieces that
+    # stick out far: a label that touches the breast.
+    _, pieces = cv2.connectedComponents(mask, connectivity=4)
+    whole = pieces == pieces[np.unravel_index(np.argmax(core), core.shape)]
+    _, pieces = cv2.connectedComponents((whole & (core == 0)).astype(np.uint8), connectivity=4)
+    far = np.unique(pieces[cv2.dilate(core, disc) == 0])
+    return whole & ~np.isin(pieces, far[far > 0])
 
 
 def _background_level(values: np.ndarray) -> float:

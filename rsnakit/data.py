@@ -24,7 +24,7 @@ class MammogramDataset(Dataset):
     drawn from seed, epoch and position alone: the same with any number of workers, and another each time a row comes up.
 
     Args:
-        table: as `load_table` gives it; `cancer` may be missing.
+        table: as `load_table` gives it; without a column `cancer` the labels are NaN.
         store: the store that holds its images. Rows whose image has no pixels must be dropped before (`usable`).
         augment: (H, W) float32 and a seed to (H, W) float32, as `augment.build` makes it, or None.
         unit: `image`.
@@ -42,14 +42,26 @@ class MammogramDataset(Dataset):
         if unit != "image":
             raise ValueError(f"unit {unit!r}: this data set gives single images, unit='image'")
         # Arrays, not frames: Python objects that workers touch are copied page by page, and memory climbs with the epoch.
-        self.rows = store.rows_of(table["image_id"])
-        self.labels = table["cancer"].to_numpy(np.float32) if "cancer" in table else np.zeros(len(table), np.float32)
+        self.image_ids = np.array(table["image_id"].tolist(), dtype=np.str_)
+        self.rows = store.rows_of(self.image_ids.tolist())
+        self.labels = (
+            table["cancer"].to_numpy(np.float32) if "cancer" in table else np.full(len(table), np.nan, np.float32)
+        )
         self.store = store
         self.augment = augment
         self.seed = seed
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __getstate__(self) -> dict:
+        # A spawned worker opens the store itself: its index is not sent, and is by then perhaps a longer one.
+        return {**self.__dict__, "store": self.store.path, "rows": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.store = Store(self.store)
+        self.rows = self.store.rows_of(self.image_ids.tolist())
 
     def __getitem__(self, item: int | tuple[int, int, int]) -> dict[str, torch.Tensor]:
         """`image` (1, H, W) float32, `cancer` () float32, and `item` () int64, the row in the table."""
@@ -60,7 +72,7 @@ class MammogramDataset(Dataset):
         return {
             "image": torch.from_numpy(image)[None],
             "cancer": torch.tensor(self.labels[row]),
-            "item": torch.tensor(row),
+            "item": torch.tensor(int(row)),
         }
 
 
@@ -78,20 +90,22 @@ def usable(table: pd.DataFrame, store: Store) -> tuple[pd.DataFrame, pd.DataFram
 
 
 class BalancedSampler(Sampler):
-    """An epoch in which every negative comes once and positives are repeated up to a ratio; in another order each epoch.
+    """An epoch in which every negative comes once and positives as often as a ratio says; in another order each epoch.
 
     Yields (row, epoch, position). Positives are spread evenly, at least `min_positives` in every batch; each is drawn as
-    often as any other, give or take one.
+    often as any other, give or take one. Where the ratio asks for fewer than there are, only some of them come.
 
     Args:
         labels: (N,) 0 or 1.
-        negatives_per_positive: 7 means one positive to seven negatives; 0 takes every row once, in random order.
+        negatives_per_positive: 7 means one positive to seven negatives; 0 takes every row once, in random order. A batch keeps
+            at least `min_positives` positives and one negative, whatever this says.
         batch_size: the batches that the loader cuts the epoch into.
         min_positives: in every batch.
         seed: of the run; with the epoch (`set_epoch`) it decides the order.
 
     Raises:
-        ValueError: balancing is asked for and there are no positives or no negatives.
+        ValueError: a label is neither 0 nor 1, balancing is asked for and there are no positives or no negatives, or the
+            batch has no room for `min_positives` and a negative.
     """
 
     def __init__(
@@ -103,6 +117,8 @@ class BalancedSampler(Sampler):
         seed: int = 0,
     ) -> None:
         labels = np.asarray(labels)
+        if not np.isin(labels, (0, 1)).all():
+            raise ValueError(f"labels are {np.unique(labels)[:4].tolist()} ..., expected 0 and 1 alone")
         self.positives, self.negatives = np.flatnonzero(labels == 1), np.flatnonzero(labels == 0)
         self.balanced = negatives_per_positive > 0
         if self.balanced and not (len(self.positives) and len(self.negatives)):
@@ -137,17 +153,18 @@ class BalancedSampler(Sampler):
         share, owed, left, plan = batch_size / (1 + ratio), 0.0, len(self.negatives), []
         while left > 0:
             owed += share
-            n = min(batch_size - 1, max(min_positives, math.floor(owed)))
+            n = min(batch_size - 1, max(min_positives, math.floor(owed + 1e-9)))
             owed -= n if n > min_positives else min(n, owed)
-            if left < batch_size - n:  # the last batch: as many positives as go with the negatives that are left
-                n = max(min_positives, round(left / ratio))
+            if left < batch_size - n:  # the last batch: what the ratio still lacks over the whole epoch
+                lacking = round(len(self.negatives) / ratio) - sum(plan)
+                n = min(batch_size - left, max(min_positives, lacking))
             left -= batch_size - n
             plan.append(n)
         return np.array(plan)
 
     def _balanced_order(self, rng: np.random.Generator) -> np.ndarray:
         needed = int(self.positives_per_batch.sum())
-        rounds = -(-needed // len(self.positives))
+        rounds = max(1, -(-needed // len(self.positives)))
         positives = np.concatenate([rng.permutation(self.positives) for _ in range(rounds)])[:needed]
         negatives = rng.permutation(self.negatives)
         order, taken_p, taken_n = [], 0, 0

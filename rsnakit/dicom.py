@@ -6,10 +6,8 @@ It reads and never writes. Damage is refused with one `DicomError` a file; what 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +15,12 @@ import pydicom
 from pydicom import uid
 from pydicom.encaps import get_frame
 from pydicom.pixels import get_decoder
+
+from rsnakit.codecs import CODECS, missing_decoder, read_codestream
+
+__all__ = [
+    "DicomError", "Stored", "is_blank", "missing_decoder", "read_header", "read_stored", "to_display", "transfer_syntax",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -109,17 +113,6 @@ def transfer_syntax(header: pydicom.Dataset) -> str:
     return str(uid.ExplicitVRLittleEndian if implicit is False else uid.ImplicitVRLittleEndian)
 
 
-def missing_decoder(syntax: str) -> str | None:
-    """Why files of a transfer syntax can't be decoded here and what to install; None where they can."""
-    name = f"transfer syntax {uid.UID(syntax).name} ({syntax})"
-    try:
-        if get_decoder(syntax).is_available:
-            return None
-    except NotImplementedError:
-        return f"{name} is none that holds grey images"
-    return f"no decoder for {name} is installed: pip install imagecodecs"
-
-
 # File to stored values
 
 
@@ -180,18 +173,18 @@ def _check_pixel_data(header: pydicom.Dataset, notes: list[str]) -> int:
     stated, syntax, precision = header.file_meta.get("TransferSyntaxUID"), transfer_syntax(header), bits
     if (frames := int(header.get("NumberOfFrames") or 1)) > 1:
         notes.append(f"{frames} frames: the first is read")
-    if data.is_undefined_length or syntax in _CODECS:
+    if data.is_undefined_length or syntax in CODECS:
         if rows * columns > MAX_PIXELS:
             raise ValueError(f"the header asks for {rows} x {columns} pixels, more than the {MAX_PIXELS} taken here")
         frame = get_frame(data.value, 0, number_of_frames=frames)
-        found, precision, shape = _codestream(frame) or (syntax, bits, (rows, columns))
+        found, precision, shape = read_codestream(frame) or (syntax, bits, (rows, columns))
         if shape != (rows, columns):
             raise ValueError(f"the header says {rows} x {columns} pixels, the codestream {shape[0]} x {shape[1]}")
-        if _CODECS.get(found) == "jpeg2k" and bytes(ZERO_RUN) in frame.rstrip(b"\0"):
+        if CODECS.get(found) == "jpeg2k" and bytes(ZERO_RUN) in frame.rstrip(b"\0"):
             raise ValueError(f"more than {ZERO_RUN} bytes of the codestream are zero: an unfinished or damaged copy")
         if precision > bits:
             header.BitsAllocated = 16 if precision <= 16 else 32  # pydicom makes the array that it decodes into by it
-        if _CODECS.get(found) != _CODECS.get(syntax):
+        if CODECS.get(found) != CODECS.get(syntax):
             syntax = found
     elif len(data.value) < (needed := -(-rows * columns * bits // 8)):
         raise ValueError(
@@ -203,25 +196,6 @@ def _check_pixel_data(header: pydicom.Dataset, notes: list[str]) -> int:
         notes.append(f"TransferSyntaxUID {stated or 'missing'}: read as {uid.UID(syntax).name}")
         header.file_meta.TransferSyntaxUID = uid.UID(syntax)
     return precision
-
-
-def _codestream(frame: bytes) -> tuple[str, int, tuple[int, int]] | None:
-    """Transfer syntax, bits a pixel and (rows, columns) by a codestream's own header; None if it is no JPEG of a kind.
-
-    Raises ValueError where the end marker is missing: JPEG decoders fill what was cut off with grey and say nothing.
-    """
-    start = frame.find(_J2K) if frame[4:8] == b"jP  " else 0  # some writers leave the JP2 wrapper on
-    if frame[start : start + 4] != _J2K and frame[:2] != b"\xff\xd8":
-        return None
-    if not frame[-1024:].rstrip(b"\0\xff").endswith(b"\xff\xd9"):
-        raise ValueError("the codestream is cut short: it has no end marker")
-    if frame[start : start + 4] == _J2K:  # SIZ comes first: ISO/IEC 15444-1, A.5.1
-        right, bottom, left, top = struct.unpack_from(">4I", frame, start + 8)
-        return uid.JPEG2000, (frame[start + 42] & 0x7F) + 1, (bottom - top, right - left)
-    at = 2
-    while frame[at + 1] not in _JPEG_FRAMES:  # segments up to the frame header: ISO/IEC 10918-1, B.2.2
-        at += 1 if frame[at + 1] == 0xFF else 2 + int.from_bytes(frame[at + 2 : at + 4], "big")
-    return _JPEG_FRAMES[frame[at + 1]], frame[at + 4], struct.unpack_from(">2H", frame, at + 5)
 
 
 def _settle_bits(pixels: np.ndarray, header: pydicom.Dataset, precision: int, notes: list[str]) -> np.ndarray:
@@ -345,41 +319,3 @@ def _photometric(header: pydicom.Dataset) -> str:
 
 def _log(header: pydicom.Dataset, message: str) -> None:
     logger.warning("%s: %s", getattr(header, "filename", None) or "a header", message)
-
-
-# imagecodecs as one of pydicom's decoding plugins; is_available and DECODER_DEPENDENCIES are names pydicom asks for
-
-_J2K = b"\xff\x4f\xff\x51"
-_JPEG = uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLossless, uid.JPEGLosslessSV1
-_JPEG_LS = uid.JPEGLSLossless, uid.JPEGLSNearLossless
-_JPEG_2000 = uid.JPEG2000Lossless, uid.JPEG2000, uid.HTJ2KLossless, uid.HTJ2KLosslessRPCL, uid.HTJ2K
-_CODECS = {**dict.fromkeys(_JPEG, "jpeg8"), **dict.fromkeys(_JPEG_LS, "jpegls"), **dict.fromkeys(_JPEG_2000, "jpeg2k")}
-_CODECS[uid.RLELossless] = "dicomrle"
-_JPEG_FRAMES = {0xC0: _JPEG[0], 0xC1: _JPEG[1], 0xC2: _JPEG[1], 0xC3: _JPEG[3], 0xF7: _JPEG_LS[0]}  # by SOF marker
-DECODER_DEPENDENCIES = {syntax: ("imagecodecs",) for syntax in _CODECS}
-
-
-def is_available(syntax: str) -> bool:
-    """Whether imagecodecs is installed with the codec for a transfer syntax."""
-    try:
-        import imagecodecs
-    except ImportError:
-        return False
-    return bool(getattr(imagecodecs, _CODECS[syntax].upper()).available)
-
-
-def _decode_frame(frame: bytes, runner) -> bytes:
-    import imagecodecs
-
-    codec = _CODECS[runner.transfer_syntax]
-    if codec == "dicomrle":
-        return imagecodecs.dicomrle_decode(frame, np.dtype(f"<u{runner.bits_allocated // 8}"))
-    pixels = getattr(imagecodecs, f"{codec}_decode")(frame)
-    runner.set_option("bits_allocated", 8 * pixels.dtype.itemsize)  # coded precision, not the header's, chose the type
-    return pixels.tobytes()
-
-
-for _syntax in _CODECS:
-    with contextlib.suppress(ValueError):  # there already if this module is imported anew
-        get_decoder(_syntax).remove_plugin("imagecodecs")
-    get_decoder(_syntax).add_plugin("imagecodecs", (__name__, "_decode_frame"))

@@ -32,7 +32,7 @@ class TrainConfig:
 
     n_folds: int = setting(4, low=2, high=50)  # patients are split into so many
     seed: int = setting(0, low=0, high=2**31 - 1)  # of folds, order, augmentation and the new layers' weights
-    epochs: int = setting(5, low=1, high=10_000)
+    epochs: int = setting(6, low=1, high=10_000)
     batch_size: int = setting(16, low=2, high=4096)  # images
     lr: float = setting(1e-3, low=0.0, high=10.0)  # peak learning rate, after warm-up
     warmup: float = setting(0.1, low=0.0, high=0.9)  # share of all steps over which lr rises

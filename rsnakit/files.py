@@ -1,10 +1,11 @@
 """Files that survive a kill: written whole or not at all, and one writer to a folder.
 
 `write_atomic` and `replacing` give a file that is either the old one or the new one, never half of one; `Lock` refuses a
-second writer of a folder and takes over from one that has died.
+second writer of a folder and takes over from one that has died. What a killed writer left is cleared by the next one.
 """
 
 import contextlib
+import glob
 import json
 import os
 import socket
@@ -25,10 +26,12 @@ class LockedError(RuntimeError):
 def replacing(path: Path | str) -> Iterator[Path]:
     """Gives a temporary path beside `path`; what is written there takes its place once it is whole and on the disk.
 
-    Where the block raises, the old file stays as it was and the temporary one is removed.
+    Where the block raises, the old file stays as it was and the temporary one is removed; so is one that an earlier
+    writer of `path` left when it was killed.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _remove_leftovers(path)
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         yield temporary
         with open(temporary, "rb+") as f:
@@ -68,52 +71,91 @@ class Lock:
 
     def __enter__(self) -> "Lock":
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
+        self._text = json.dumps({"host": _machine(), "pid": os.getpid(), "started": _process_start(os.getpid())})
         for _ in range(3):
             try:
                 with open(self.path, "x", encoding="utf-8") as f:
-                    json.dump(mine, f)
+                    f.write(self._text)
                 break
             except FileExistsError:
                 self._remove_if_stale()
         else:
             raise LockedError(f"{self.path}: could not be taken; other processes are taking it at the same moment")
-        self._stop.clear()
         self._pid = os.getpid()
+        self._stop.clear()
         threading.Thread(target=self._beat, daemon=True, name="lock-heartbeat").start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if os.getpid() == self._pid:  # a forked child that unwinds must not give back its parent's lock
+        # A forked child that unwinds must not give back its parent's lock, nor a writer that slept one taken over since.
+        if os.getpid() == self._pid and self._is_mine():
             self.path.unlink(missing_ok=True)
+
+    def _is_mine(self) -> bool:
+        try:
+            return self.path.read_text(encoding="utf-8") == self._text
+        except (OSError, ValueError):
+            return False
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            with contextlib.suppress(OSError):
-                os.utime(self.path)
+            if self._is_mine():
+                with contextlib.suppress(OSError):
+                    os.utime(self.path)
 
     def _remove_if_stale(self) -> None:
         try:
             age = time.time() - self.path.stat().st_mtime
-            holder = json.loads(self.path.read_text(encoding="utf-8"))
+            text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return  # given back meanwhile
+        try:
+            holder = json.loads(text)
         except ValueError:
             holder = {}  # its writer is between creating and filling it, or was killed there
-        here = holder.get("host") == socket.gethostname()
-        alive = _process_start(holder["pid"]) == holder["started"] if here else age < STALE_S
+        if holder.get("host") == _machine():
+            alive = _process_start(holder["pid"]) == holder["started"]
+        else:
+            alive = age < STALE_S
         if alive:
-            who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown machine')}"
+            host = holder["host"].split()[0] if holder else "an unknown machine"
+            who = f"process {holder.get('pid', '?')} on {host}"
             raise LockedError(
                 f"{self.what}: {who} is writing to {self.path.parent} (lock touched {age:.0f} s ago). Wait for it, or stop "
                 f"it; a dead one's lock is taken over by itself, one of another machine after {STALE_S:.0f} s."
             )
-        # Renamed first: of two processes that find it stale, one gets it and neither removes the other's new lock.
+        # Moved aside and looked at again: of two processes that found it stale, the slower one may have moved away the
+        # lock that the faster one has just made, and puts it back.
         aside = self.path.with_name(f".lock.{os.getpid()}.stale")
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.path, aside)
-            aside.unlink(missing_ok=True)
+            if aside.read_text(encoding="utf-8") == text:
+                aside.unlink()
+            else:
+                os.replace(aside, self.path)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes temporary files of `path` whose writer is dead: by its number on this machine, by their age elsewhere."""
+    here = socket.gethostname()
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        host, _, pid = leftover.name[len(path.name) + 2 : -len(".tmp")].rpartition(".")
+        with contextlib.suppress(OSError):  # its writer, or another, was quicker
+            if host == here and pid.isdecimal():
+                gone = _process_start(int(pid)) is None
+            else:
+                gone = time.time() - leftover.stat().st_mtime > STALE_S
+            if gone:
+                leftover.unlink()
+
+
+def _machine() -> str:
+    """What process numbers are told apart within: the host, and in a container the container's own numbering."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no /proc (macOS)
+        return socket.gethostname()
 
 
 def _process_start(pid: int) -> str | None:

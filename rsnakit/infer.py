@@ -274,9 +274,9 @@ def check_submission(submission: Path | str | pd.DataFrame, test: Path | str | p
     wrong = ~values.between(0, 1)
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise SubmissionError(
-            f"row {row + 2}, {found[row]}: cancer is {submission['cancer'].iloc[row]!r}, expected 0 to 1"
-        )
+        value = submission["cancer"].iloc[row]
+        shown = repr(value) if isinstance(value, str) else str(value)
+        raise SubmissionError(f"row {row + 2}, {found[row]}: cancer is {shown}, expected 0 to 1")
     return submission.assign(cancer=values.to_numpy(dtype=float))
 
 

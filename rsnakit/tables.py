@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from sklearn.model_selection import StratifiedKFold
 
 LABELS = ("cancer", "biopsy", "invasive", "BIRADS", "density", "difficult_negative_case")  # in train.csv alone
 REQUIRED = {
@@ -23,25 +22,31 @@ class TableError(ValueError):
 def load_table(root: Path | str, split: str) -> pd.DataFrame:
     """Reads `train.csv` or `test.csv` of a competition and checks it.
 
-    Ids are strings and stay as they are written. Rows that repeat another one wholly are dropped with a warning.
+    Ids are strings and stay as they are written. Rows that repeat another one wholly are dropped with a warning. Row numbers
+    in messages are those of the file's lines, the header being line 1.
 
     Args:
         root: the competition's folder.
         split: `train` or `test`.
 
     Returns:
-        The table in the file's order with a fresh index, and two columns more: `path`, the image's DICOM file (whether it
-        is there is not asked), and `breast_id`, patient and laterality.
+        The table in the file's order with a fresh index, `cancer` as int64, and two columns more: `path`, the image's DICOM
+        file (whether it is there is not asked), and `breast_id`, patient and laterality.
 
     Raises:
         FileNotFoundError: no such csv.
-        TableError: a column missing, an empty or repeated id, `7` beside `007`, an id that would leave the folder, a
-            laterality or label out of range, a label or prediction_id that differs within a breast.
+        TableError: not a csv, a column missing, no rows, an empty or repeated id, `7` beside `007` or `7.0`, an id that
+            would leave the folder, a laterality or label out of range, a label or prediction_id that differs within a breast.
     """
     path = Path(root) / f"{split}.csv"
     if not path.exists():
         raise FileNotFoundError(f"{path}: not found; a competition's folder holds train.csv, test.csv and *_images/")
-    table = pd.read_csv(path, dtype={name: str for name in (*IDS, "prediction_id")}, skipinitialspace=True)
+    try:
+        # index_col=False: a comma too many at the end of each line would else make the first column the index.
+        strings = {name: str for name in (*IDS, "prediction_id")}
+        table = pd.read_csv(path, dtype=strings, index_col=False, skipinitialspace=True)
+    except ValueError as error:  # pandas' own kinds of it: nothing in the file, lines of several lengths, not text
+        raise TableError(f"{path}: cannot be read as csv: {error}") from error
     missing = [name for name in REQUIRED[split] if name not in table.columns]
     if missing:
         raise TableError(f"{path}: column {', '.join(missing)} missing; found {', '.join(map(str, table.columns))}")
@@ -53,21 +58,18 @@ def load_table(root: Path | str, split: str) -> pd.DataFrame:
         table = table[~repeated]
     _check_ids(table, path)
     _check_values(table, path, split)
-    table = table.reset_index(drop=True)
     folder = Path(root) / f"{split}_images"
-    table["path"] = [folder / p / f"{i}.dcm" for p, i in zip(table["patient_id"], table["image_id"], strict=True)]
-    table["breast_id"] = table["patient_id"] + "_" + table["laterality"]
-    same = "cancer" if split == "train" else "prediction_id"
-    differing = table.groupby("breast_id", sort=False)[same].nunique()
-    if (differing > 1).any():
-        breast = differing.index[differing > 1][0]
-        values = table.loc[table["breast_id"] == breast, same].unique().tolist()
-        raise TableError(
-            f"{path}: breast {breast} has more than one {same}: {values}; it must be the same in all its rows"
-        )
-    if split == "test":
-        _check_one_breast_an_id(table, path)
-    return table
+    table = table.assign(
+        path=[folder / p / f"{i}.dcm" for p, i in zip(table["patient_id"], table["image_id"], strict=True)],
+        breast_id=table["patient_id"] + "_" + table["laterality"],
+    )
+    if split == "train":
+        table["cancer"] = pd.to_numeric(table["cancer"]).astype(np.int64)
+        _check_one_value(table, path, "breast_id", "cancer")
+    else:
+        _check_one_value(table, path, "breast_id", "prediction_id")
+        _check_one_value(table, path, "prediction_id", "breast_id")
+    return table.reset_index(drop=True)
 
 
 def _check_ids(table: pd.DataFrame, path: Path) -> None:
@@ -77,18 +79,33 @@ def _check_ids(table: pd.DataFrame, path: Path) -> None:
                 raise TableError(f"{path}: row {row + 2}: {name} is empty")
             if value in (".", "..") or "/" in value or "\\" in value or "\0" in value:
                 raise TableError(f"{path}: row {row + 2}: {name} {value!r} would lead out of the image folder")
-        spellings = pd.Series(table[name].unique())
-        same = spellings.str.strip().str.lstrip("0").str.removesuffix(".0").duplicated(keep=False)
-        if same.any():
-            raise TableError(
-                f"{path}: {name} has the same number in several spellings: {spellings[same].head(4).tolist()}; "
-                "write ids alike, or images and labels will be mixed up"
-            )
+        _check_spellings(pd.Series(table[name].unique(), dtype=object), name, path)
     images = table["image_id"]
     if images.duplicated().any():
-        twice = images[images.duplicated(keep=False)]
-        rows = [int(i) + 2 for i in twice.index[twice == twice.iloc[0]]]
-        raise TableError(f"{path}: image_id {twice.iloc[0]} stands in rows {rows} with different contents")
+        twice = table[images == images[images.duplicated()].iloc[0]]
+        differing = [column for column in table.columns if twice[column].nunique(dropna=False) > 1]
+        raise TableError(
+            f"{path}: image_id {twice['image_id'].iloc[0]} stands in rows {_lines(twice)}, which differ in "
+            f"{', '.join(differing)}; an image has one row"
+        )
+
+
+def _check_spellings(ids: pd.Series, name: str, path: Path) -> None:
+    """Refuses one number in several spellings, and numbers of which some were written as floats and some not."""
+    parts = ids.str.extract(r"^\s*0*(?P<number>\d+)(?P<fraction>\.0*)?\s*$")  # ids that are no numbers: NaN
+    number, is_float = parts["number"], parts["fraction"].notna()
+    same = number.notna() & number.duplicated(keep=False)
+    if same.any():
+        shown = ids[number == number[same].iloc[0]].tolist()
+        raise TableError(
+            f"{path}: {name} has the same number in several spellings, {shown}; write ids alike, or images and labels "
+            "will be mixed up"
+        )
+    if is_float.any() and (number.notna() & ~is_float).any():
+        raise TableError(
+            f"{path}: {name} is written as a float in some rows ({ids[is_float].iloc[0]!r}) and as an integer in others "
+            f"({ids[number.notna() & ~is_float].iloc[0]!r}); write ids as the image folders are named"
+        )
 
 
 def _check_values(table: pd.DataFrame, path: Path, split: str) -> None:
@@ -99,15 +116,24 @@ def _check_values(table: pd.DataFrame, path: Path, split: str) -> None:
 
     refuse(~table["laterality"].isin(["L", "R"]), "laterality", "L or R")
     if split == "train":
-        refuse(~table["cancer"].isin([0, 1]), "cancer", "0 or 1")
+        refuse(~pd.to_numeric(table["cancer"], errors="coerce").isin([0, 1]), "cancer", "0 or 1")
     else:
         refuse(table["prediction_id"].isna(), "prediction_id", "an id")
 
 
-def _check_one_breast_an_id(table: pd.DataFrame, path: Path) -> None:
-    breasts = table.groupby("prediction_id", sort=False)["breast_id"].nunique()
-    if (breasts > 1).any():
-        raise TableError(f"{path}: prediction_id {breasts.index[breasts > 1][0]} stands for more than one breast")
+def _check_one_value(table: pd.DataFrame, path: Path, key: str, column: str) -> None:
+    """Refuses rows that share a key, such as the breast, and differ in a column."""
+    values = table.groupby(key, sort=False)[column].nunique()
+    if (values > 1).any():
+        rows = table[table[key] == values.index[values > 1][0]]
+        raise TableError(
+            f"{path}: {key} {rows[key].iloc[0]} has more than one {column}: {rows[column].unique().tolist()} in rows "
+            f"{_lines(rows)}; it must be the same in all of them"
+        )
+
+
+def _lines(rows: pd.DataFrame) -> list[int]:
+    return [int(i) + 2 for i in rows.index[:8]]
 
 
 def fingerprint(table: pd.DataFrame) -> str:
@@ -121,11 +147,12 @@ def fingerprint(table: pd.DataFrame) -> str:
 def make_folds(table: pd.DataFrame, n_folds: int, seed: int) -> pd.Series:
     """A fold number for each row: whole patients, stratified by label and site.
 
-    The patients are what is dealt out, each with its label (any cancer) and its site, so that the strata come out even;
-    splitting rows with groups as a side condition can leave folds without positives.
+    The patients are what is dealt out, each with its label (any cancer) and its site: shuffled, sorted by label and site,
+    and dealt one by one. So no two folds differ by more than one patient in any stratum, in either label, or in all, which
+    splitting rows with groups as a side condition does not give: that can leave folds without positives.
 
     Args:
-        table: as `load_table` gives it, with `cancer` and `site_id`.
+        table: as `load_table` gives it, with `cancer` and `site_id`. The order of its rows does not matter.
         n_folds: 2 or more.
         seed: another one deals other folds.
 
@@ -133,31 +160,26 @@ def make_folds(table: pd.DataFrame, n_folds: int, seed: int) -> pd.Series:
         (N,) int64 Series on the table's index, values 0 to n_folds - 1.
 
     Raises:
-        TableError: there are fewer patients than folds, or a fold has no positive; the message has a table of the folds.
+        TableError: there are fewer patients than folds, or a fold has no breast with cancer or none without; the message
+            has a table of the folds.
     """
-    patients = table.groupby("patient_id", sort=True).agg(cancer=("cancer", "max"), site=("site_id", "first"))
+    sites = table.assign(site=table["site_id"].astype(str))
+    patients = sites.groupby("patient_id", sort=True).agg(cancer=("cancer", "max"), site=("site", "min"))
     if n_folds < 2 or len(patients) < n_folds:
         raise TableError(
             f"{n_folds} folds of {len(patients)} patients: at least 2 folds and a patient in each are needed"
         )
-    strata = patients["cancer"].astype(str) + "/" + patients["site"].astype(str)
-    sizes = strata.map(strata.value_counts())
-    strata = strata.where(
-        sizes >= n_folds, patients["cancer"].astype(str)
-    )  # a site too small to be dealt out by itself
-    if (patients["cancer"] == 1).sum() >= n_folds:
-        splitter = StratifiedKFold(n_folds, shuffle=True, random_state=seed)
-        for fold, (_, chosen) in enumerate(splitter.split(patients, strata)):
-            patients.loc[patients.index[chosen], "fold"] = fold
-    else:  # too few positives for all folds: dealt one by one, so that the table below is true
-        order = patients.sample(frac=1, random_state=seed).sort_values("cancer", kind="stable", ascending=False).index
-        patients.loc[order, "fold"] = np.arange(len(order)) % n_folds
-    folds = table["patient_id"].map(patients["fold"]).astype(np.int64).rename("fold")
+    shuffled = patients.iloc[np.random.default_rng(seed).permutation(len(patients))]
+    # Positives first, so that where there are too few for all folds the table below is true.
+    dealt = shuffled.sort_values(["cancer", "site"], ascending=[False, True], kind="stable").index
+    fold_of = pd.Series(np.arange(len(dealt)) % n_folds, index=dealt)
+    folds = table["patient_id"].map(fold_of).astype(np.int64).rename("fold")
     counts = count_folds(table, folds)
-    if (counts["positive breasts"] == 0).any():
+    negative = counts["breasts"] - counts["positive breasts"]
+    if (counts["positive breasts"] == 0).any() or (negative == 0).any():
         raise TableError(
-            f"a fold without positives cannot be scored:\n{counts.to_string()}\n"
-            f"Take fewer folds than {n_folds}: there are {int(patients['cancer'].sum())} patients with cancer."
+            f"a fold without positives, or without negatives, cannot be scored:\n{counts.to_string()}\n"
+            f"Take fewer folds than {n_folds}: of {len(patients)} patients {int(patients['cancer'].sum())} have cancer."
         )
     return folds
 
@@ -184,7 +206,14 @@ def count_folds(table: pd.DataFrame, folds: pd.Series) -> pd.DataFrame:
 
 
 def check_folds(table: pd.DataFrame, folds: pd.Series) -> None:
-    """Stops (TableError) where a patient stands in two folds: its images would be trained on and scored."""
+    """Stops (TableError) where a patient stands in two folds, as its images would be trained on and scored, or a row in none.
+
+    Args:
+        table: the images.
+        folds: fold numbers on the table's index.
+    """
+    if not folds.index.equals(table.index) or folds.isna().any():
+        raise TableError(f"{len(table)} images and {folds.notna().sum()} fold numbers that are not on the same rows")
     n = folds.groupby(table["patient_id"]).nunique()
     if (n > 1).any():
         patient = n.index[n > 1][0]
@@ -199,8 +228,6 @@ def debug_subset(table: pd.DataFrame, n_patients: int = 24, n_positive: int = 8,
     cancer = table.groupby("patient_id")["cancer"].max()
     rng = np.random.default_rng(seed)
     positive, negative = (np.sort(cancer.index[cancer == c].to_numpy(dtype=object)) for c in (1, 0))
-    chosen = [
-        *rng.permutation(positive)[:n_positive],
-        *rng.permutation(negative)[: n_patients - min(n_positive, len(positive))],
-    ]
+    n_positive = min(n_positive, n_patients, len(positive))
+    chosen = [*rng.permutation(positive)[:n_positive], *rng.permutation(negative)[: n_patients - n_positive]]
     return table[table["patient_id"].isin(chosen)].reset_index(drop=True)

@@ -15,7 +15,7 @@ from pydicom import dcmread
 from pydicom.encaps import get_frame
 from scipy import ndimage
 
-from rsnakit import demo, phantom
+from rsnakit import demo, machines, phantom
 
 ARGUMENTS = {"n_patients": 8, "n_test": 3, "size": 256, "seed": 3}
 TINY = {"n_patients": 4, "n_test": 1, "size": 128}
@@ -25,14 +25,14 @@ TINY = {"n_patients": 4, "n_test": 1, "size": 128}
 def made(tmp_path_factory):
     """A small competition, and the stored values (H, W) it wrote, by image_id."""
     written = {}
-    write = demo._write_dicom
+    write = machines.write_dicom
 
     def remember(path, stored, *rest):
         written[int(path.stem)] = stored.copy()
         write(path, stored, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "_write_dicom", remember)
+        patch.setattr(demo, "write_dicom", remember)
         root = demo.make_competition(tmp_path_factory.mktemp("demo") / "competition", n_jobs=1, **ARGUMENTS)
     return root, written
 
@@ -249,7 +249,7 @@ def test_broken_making_leaves_nothing_that_counts(tmp_path, monkeypatch):
     (abandoned / "train_images").mkdir(parents=True)
     os.utime(abandoned, (time.time() - 2 * 86400,) * 2)
     with monkeypatch.context() as patch:
-        patch.setattr(demo, "_write_dicom", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(demo, "write_dicom", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             demo.make_competition(root, n_jobs=1, **TINY)
     assert not list(tmp_path.iterdir())

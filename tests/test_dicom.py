@@ -5,7 +5,6 @@ import importlib.util
 import json
 import logging
 import pickle
-import struct
 import subprocess
 import sys
 from functools import partial
@@ -15,9 +14,9 @@ import imagecodecs
 import numpy as np
 import pydicom
 import pytest
+from dicom_files import j2k, jpeg_lossless, rle, write
 from pydicom import uid
-from pydicom.dataset import Dataset, FileMetaDataset
-from pydicom.encaps import encapsulate
+from pydicom.dataset import Dataset
 
 from rsnakit import dicom
 from rsnakit.dicom import DicomError, Stored, is_blank, read_header, read_stored, to_display
@@ -29,51 +28,6 @@ BAD = sorted(name for name, answer in EXPECTED.items() if "shape" not in answer)
 needs_real = pytest.mark.skipif(not EXPECTED, reason=f"the DICOM test files are not in {REAL}")
 
 RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)  # each 12-bit value once
-
-
-def write(path, pixels, encode=None, syntax=uid.ExplicitVRLittleEndian, bits=12, **elements):
-    """Write a one-frame file. `encode` makes the codestream; elements override or, given None, remove defaults."""
-    header = Dataset()
-    header.file_meta = FileMetaDataset()
-    header.file_meta.TransferSyntaxUID = syntax
-    header.file_meta.MediaStorageSOPClassUID = uid.DigitalMammographyXRayImageStorageForPresentation
-    header.file_meta.MediaStorageSOPInstanceUID = "1.2.3"
-    allocated = 8 * pixels.dtype.itemsize
-    defaults = dict(
-        Modality="MG",
-        Rows=pixels.shape[0],
-        Columns=pixels.shape[1],
-        SamplesPerPixel=1,
-        PhotometricInterpretation="MONOCHROME2",
-        PixelRepresentation=int(pixels.dtype.kind == "i"),
-        BitsAllocated=allocated,
-        BitsStored=min(bits, allocated),
-        HighBit=min(bits, allocated) - 1,
-    )
-    for keyword, value in (defaults | elements).items():
-        if value is not None:
-            setattr(header, keyword, value)
-    header.PixelData = encapsulate([encode(pixels)]) if encode else pixels.tobytes()
-    header["PixelData"].VR = "OW" if allocated > 8 or not encode else "OB"
-    header["PixelData"].is_undefined_length = encode is not None
-    header.save_as(path, enforce_file_format=True)
-    return path
-
-
-def j2k(bits):
-    return lambda pixels: imagecodecs.jpeg2k_encode(
-        pixels, level=0, codecformat="j2k", reversible=True, bitspersample=bits
-    )
-
-
-def jpeg_lossless(bits):
-    return lambda pixels: imagecodecs.jpeg8_encode(pixels, lossless=True, predictor=1, bitspersample=bits)
-
-
-def rle(pixels):
-    """DICOM PS3.5 G: a header of 64 bytes, then a segment a byte plane, the high one first."""
-    planes = [imagecodecs.packbits_encode((pixels >> shift & 255).astype(np.uint8).tobytes()) for shift in (8, 0)]
-    return struct.pack("<16L", 2, 64, 64 + len(planes[0]), *[0] * 13) + b"".join(planes)
 
 
 def lut(data, first=0, bits=12):

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import tokenize
@@ -242,6 +243,16 @@ def test_registry_is_resolved_by_name(monkeypatch):
 def test_show(capsys):
     params.show(Toy(lr=0.5, folds=(0, 1)), Net())
     assert capsys.readouterr().out == "Toy: lr=0.5, folds=(0, 1)\nNet: all defaults\n"
+
+
+def test_flags_bring_the_same_settings_back_through_a_shell():
+    from rsnakit.env import RunConfig
+
+    settings_given = Toy(lr=0.5, folds=(0, 1)), RunConfig(data_dir="a folder/it's", debug=True)
+    words = shlex.split(params.flags(*settings_given))
+    assert words[::3] == ["-p"] * (len(words) // 3)
+    assert params.from_mapping(dict(zip(words[1::3], words[2::3], strict=True)), Toy, RunConfig) == settings_given
+    assert params.flags(RunConfig()) == ""
 
 
 # ---- reading from a notebook's variables: cells in the order they ran

@@ -1,0 +1,33 @@
+"""What several test files share: a small synthetic competition and its store, made once a session."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: the machines have few cores, and are shared
+
+from pathlib import Path
+
+import pytest
+
+from rsnakit import demo, preprocess, tables
+from rsnakit.preprocess import PreprocessConfig
+
+SMALL = PreprocessConfig(height=64, width=32)
+
+
+@pytest.fixture(scope="session")
+def competition(tmp_path_factory) -> Path:
+    """A synthetic competition of 16 training and 4 test patients; do not write to it."""
+    root = tmp_path_factory.mktemp("competition") / "demo"
+    return demo.make_competition(root, n_patients=16, size=192, positive_rate=0.5, n_test=4, n_jobs=1)
+
+
+@pytest.fixture(scope="session")
+def store(competition, tmp_path_factory):
+    """The store of its training images at 64x32; do not write to it."""
+    table = tables.load_table(competition, "train")
+    return preprocess.build_store(table, SMALL, tmp_path_factory.mktemp("store"), n_jobs=1)
+
+
+@pytest.fixture(scope="session")
+def table(competition):
+    return tables.load_table(competition, "train")

@@ -1,0 +1,290 @@
+"""Training a fold: what it writes, how it goes on, what it refuses."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from rsnakit import checkpoint, data, engine, metrics, models, runs
+from rsnakit.engine import TrainConfig
+from rsnakit.env import RunConfig
+from rsnakit.files import Lock, LockedError
+from rsnakit.models import ModelConfig
+from rsnakit.preprocess import PreprocessConfig
+
+MODEL = ModelConfig(backbone="test_resnet", weights="none", pooling="avg", dropout=0.3)
+TRAIN = TrainConfig(n_folds=2, epochs=3, batch_size=8, lr=3e-3, negatives_per_positive=2.0)
+RUN = RunConfig(device="cpu", fold="0", num_workers=0)
+
+
+def begin(tmp_path, store, table, train=TRAIN, name="") -> Path:
+    pixels = PreprocessConfig(**store.manifest["preprocess"])
+    settings = runs.settings_of(pixels, MODEL, train, data.fingerprint(table), is_demo=True, debug=False)
+    return runs.open_run(tmp_path, name, settings)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return models.read_weights(folder / "fold0" / "best.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, store, table) -> Path:
+    """A run of one fold, three epochs, trained without a break."""
+    folder = begin(tmp_path_factory.mktemp("work"), store, table)
+    engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+    return folder
+
+
+def test_what_a_fold_leaves(finished, store, table):
+    fold = finished / "fold0"
+    names = {"best.safetensors", "model.json", "oof.csv", "history.csv", "last.pt"}
+    assert names <= {path.name for path in fold.iterdir()}
+    assert any(path.name.startswith("events.") for path in fold.iterdir())
+    assert not (fold / "lock.json").exists()
+    described = json.loads((fold / "model.json").read_text())
+    assert described["preprocess"] == store.manifest["preprocess"]
+    assert ModelConfig(**described["model"]) == MODEL
+    history = pd.read_csv(fold / "history.csv")
+    assert history["epoch"].tolist() == [1, 2, 3]
+    assert history["train_resampled"].all()
+
+
+def test_out_of_fold_scores_are_those_of_the_kept_weights(finished, store, table):
+    oof = pd.read_csv(finished / "fold0" / "oof.csv", dtype={"patient_id": str, "image_id": str})
+    folds = data.make_folds(table, TRAIN.n_folds, TRAIN.seed)
+    assert set(oof["image_id"]) == set(table.loc[folds == 0, "image_id"])
+    assert list(oof.columns) == ["patient_id", "laterality", "image_id", "fold", "cancer", "score"]
+
+    model = models.load_weights(models.build_model(MODEL), finished / "fold0" / "best.safetensors").eval()
+    rows = oof[oof["image_id"].isin(store.index.loc[store.index["status"] == "ok", "image_id"])]
+    images = np.stack([store[row] for row in store.rows_of(rows["image_id"])]).astype(np.float32) / 4095
+    with torch.no_grad():
+        scores = model(torch.from_numpy(images)[:, None])["cancer"].sigmoid().numpy()
+    np.testing.assert_allclose(rows["score"], scores, atol=1e-5)
+
+
+def test_an_image_without_pixels_gets_the_prior_and_is_not_trained_on(finished, store, table):
+    blank = store.index.loc[store.index["status"] != "ok", "image_id"].tolist()
+    assert blank, "the demo has an all-zero image"
+    folds = data.make_folds(table, TRAIN.n_folds, TRAIN.seed)
+    # Folds are named so that the blank image is in the fold that is scored.
+    fold = int(folds[table["image_id"] == blank[0]].iloc[0])
+    usable, without = data.usable(table[folds == fold], store)
+    assert blank[0] in without["image_id"].tolist() and blank[0] not in usable["image_id"].tolist()
+    from rsnakit.history import oof_rows
+
+    rows = oof_rows(usable, without, np.arange(len(usable)), np.full(len(usable), 0.5), fold, prior=0.125)
+    assert rows.loc[rows["image_id"] == blank[0], "score"].tolist() == [0.125]
+    assert len(rows) == (folds == fold).sum()
+
+
+def test_history_scores_are_per_breast(finished):
+    oof = pd.read_csv(finished / "fold0" / "oof.csv", dtype={"patient_id": str})
+    last = pd.read_csv(finished / "fold0" / "history.csv").iloc[-1]
+    breasts = oof.groupby(["patient_id", "laterality"]).agg(cancer=("cancer", "first"), score=("score", "mean"))
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    assert last["valid_auc"] == pytest.approx(roc_auc_score(breasts["cancer"], breasts["score"]))
+    assert last["valid_ap"] == pytest.approx(average_precision_score(breasts["cancer"], breasts["score"]))
+    positive = breasts["cancer"] == 1
+    closed_form = 2 * breasts.loc[positive, "score"].sum() / (positive.sum() + breasts["score"].sum())
+    assert last["valid_pf1"] == pytest.approx(closed_form)
+
+
+def test_summary_has_the_threshold_of_the_out_of_fold_scores(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    breasts = metrics.to_breast(runs.read_oof(finished))
+    from sklearn.metrics import f1_score
+
+    best = max(f1_score(breasts["cancer"], breasts["score"] >= t) for t in breasts["score"])
+    assert f1_score(breasts["cancer"], breasts["score"] >= summary["threshold"]) == pytest.approx(best)
+    assert summary["folds"] == [0]
+    table = runs.summary_table(summary)
+    assert (table["95 % from"] <= table["value"]).all() and (table["value"] <= table["to"]).all()
+
+
+def test_a_finished_fold_is_left_as_it_is(finished, store, table, capsys):
+    before = {path: path.stat().st_mtime_ns for path in (finished / "fold0").iterdir()}
+    engine.fit_folds(table, store, MODEL, TRAIN, RUN, finished)
+    assert {path: path.stat().st_mtime_ns for path in (finished / "fold0").iterdir()} == before
+    assert "finished at epoch 3. To begin anew" in capsys.readouterr().out
+
+
+def test_a_run_stopped_by_the_clock_goes_on_to_the_same_weights(finished, store, table, tmp_path, capsys):  # C03, C04
+    folder = begin(tmp_path, store, table)
+    folds = data.make_folds(table, TRAIN.n_folds, TRAIN.seed)
+    arguments = (0, table, folds, store, MODEL, TRAIN, RUN, folder)
+    clock = iter(range(1000))
+    with pytest.MonkeyPatch.context() as patch:  # a clock that moves a second at each look: an epoch takes a few
+        patch.setattr(engine.time, "monotonic", lambda: float(next(clock)))
+        assert engine.fit(*arguments, deadline=6.0) is False
+    done = len(pd.read_csv(folder / "fold0" / "history.csv"))
+    assert 1 <= done < 3
+    assert engine.fit(*arguments)
+    assert f"going on after epoch {done} of 3" in capsys.readouterr().out
+    for name, tensor in weights(finished).items():
+        assert torch.equal(tensor, weights(folder)[name]), name
+    columns = [c for c in pd.read_csv(finished / "fold0" / "history.csv") if c != "seconds"]
+    a, b = (pd.read_csv(run / "fold0" / "history.csv")[columns] for run in (finished, folder))
+    pd.testing.assert_frame_equal(a, b, check_exact=True)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import pandas as pd
+sys.path[:0] = [{repo!r}, {tests!r}]
+import torch
+torch.set_num_threads(1)
+from rsnakit import data, engine, store, tables
+from test_engine import MODEL, RUN, TRAIN, begin
+table = tables.load_table({competition!r}, "train")
+images = store.Store({store!r})
+engine.fit_folds(table, images, MODEL, TRAIN, RUN, begin(Path({work!r}), images, table))
+"""
+
+
+def test_killed_at_any_moment_the_same_command_ends_the_same(finished, store, competition, tmp_path):  # C01, C06
+    """kill -9 at three moments of a run in another process; the epoch that it was in is begun again."""
+    here = Path(__file__)
+    script = KILLED.format(
+        repo=str(here.parents[1]), tests=str(here.parent), competition=str(competition), store=str(store.path),
+        work=str(tmp_path),
+    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start():
+        return subprocess.Popen(
+            [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    for epochs_before in (0, 1):
+        process = start()
+        for _ in range(1200):
+            history = list(tmp_path.glob("runs/*/fold0/history.csv"))
+            if process.poll() is not None or (
+                (tmp_path / "runs").exists()
+                and (not epochs_before or (history and len(pd.read_csv(history[0])) >= epochs_before))
+            ):
+                break
+            time.sleep(0.05)
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    process = start()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    (folder,) = (tmp_path / "runs").iterdir()
+    for name, tensor in weights(finished).items():
+        assert torch.equal(tensor, weights(folder)[name]), name
+    assert (folder / "fold0" / "oof.csv").read_bytes() == (finished / "fold0" / "oof.csv").read_bytes()
+
+
+def test_more_epochs_go_on_along_the_new_schedule(finished, store, table, tmp_path):
+    folder = begin(tmp_path, store, table, name="mine")
+    engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+    longer = dataclasses.replace(TRAIN, epochs=5)
+    assert begin(tmp_path, store, table, longer, "mine") == folder
+    engine.fit_folds(table, store, MODEL, longer, RUN, folder)
+    history = pd.read_csv(folder / "fold0" / "history.csv")
+    assert history["epoch"].tolist() == [1, 2, 3, 4, 5]
+    # lr logged after an epoch is that of the step to come: of the schedule over five epochs from the third on
+    steps = 5 * _steps_an_epoch(store, table)
+    done = 4 * steps // 5
+    expected = TRAIN.lr * engine.warmup_cosine(done, steps, round(steps * TRAIN.warmup))
+    assert history["lr"].iloc[3] == pytest.approx(expected)
+    with pytest.raises(runs.RunError, match=r"train\.epochs: 5 before, 2 now"):
+        begin(tmp_path, store, table, dataclasses.replace(TRAIN, epochs=2), "mine")
+
+
+def _steps_an_epoch(store, table) -> int:
+    folds = data.make_folds(table, TRAIN.n_folds, TRAIN.seed)
+    usable, _ = data.usable(table[folds != 0], store)
+    sampler = data.BalancedSampler(usable["cancer"], TRAIN.negatives_per_positive, TRAIN.batch_size)
+    full, rest = divmod(len(sampler), TRAIN.batch_size)
+    return full + (rest > 1)
+
+
+def test_the_best_epoch_is_kept_where_asked_for(store, table, tmp_path):
+    config = dataclasses.replace(TRAIN, select="ap", lr=3e-2)  # so high that the scores jump about
+    folder = begin(tmp_path, store, table, config)
+    engine.fit_folds(table, store, MODEL, config, RUN, folder)
+    history = pd.read_csv(folder / "fold0" / "history.csv")
+    kept = json.loads((folder / "fold0" / "model.json").read_text())["epoch"]
+    assert kept == history.loc[history["valid_ap"].idxmax(), "epoch"]
+
+
+def test_a_changed_setting_starts_another_run_and_a_named_run_refuses_it(finished, store, table, tmp_path):
+    other = dataclasses.replace(TRAIN, lr=1e-4)
+    assert begin(finished.parents[1], store, table, other).name != finished.name
+    begin(tmp_path, store, table, name="mine")
+    with pytest.raises(runs.RunError, match=r"train\.lr: 0\.003 before, 0\.0001 now"):
+        begin(tmp_path, store, table, other, "mine")
+    with pytest.raises(runs.RunError, match=r"data: "):
+        begin(tmp_path, store, table.iloc[1:], name="mine")
+
+
+def test_all_folds_one_after_another(store, table, tmp_path):
+    config = dataclasses.replace(TRAIN, epochs=1)
+    folder = begin(tmp_path, store, table, config)
+    summary = engine.fit_folds(table, store, MODEL, config, dataclasses.replace(RUN, fold="all"), folder)
+    assert summary["folds"] == [0, 1]
+    oof = runs.read_oof(folder)
+    assert sorted(oof["image_id"]) == sorted(table["image_id"])
+
+
+def test_a_fold_that_is_not_there(finished, store, table):
+    with pytest.raises(data.TableError, match="fold 2: with n_folds=2 there are folds 0 to 1"):
+        engine.fit_folds(table, store, MODEL, TRAIN, dataclasses.replace(RUN, fold="2"), finished)
+
+
+def test_a_patient_on_both_sides_stops_training(finished, store, table):  # V04
+    folds = data.make_folds(table, TRAIN.n_folds, TRAIN.seed)
+    folds.iloc[0] = 1 - folds.iloc[0]
+    with pytest.raises(data.TableError, match=f"patient {table['patient_id'].iloc[0]} is in folds"):
+        engine.fit(0, table, folds, store, MODEL, TRAIN, RUN, finished)
+
+
+def test_a_second_writer_of_a_fold_is_refused(finished, store, table):
+    with Lock(finished / "fold0", "test"), pytest.raises(LockedError, match="fold 0 of run"):
+        engine.fit_folds(table, store, MODEL, dataclasses.replace(TRAIN, epochs=4), RUN, finished)
+
+
+def test_a_cut_checkpoint_falls_back_to_the_one_before(tmp_path, caplog):  # C01
+    checkpoint.save(tmp_path, {"epoch": 1, "model": torch.ones(3)})
+    checkpoint.save(tmp_path, {"epoch": 2, "model": torch.ones(3)})
+    assert checkpoint.load(tmp_path)["epoch"] == 2
+    whole = (tmp_path / "last.pt").read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "last.pt").write_bytes(whole[:size])
+        assert checkpoint.load(tmp_path)["epoch"] == 1
+    assert "last.pt cannot be read" in caplog.text
+    (tmp_path / "previous.pt").write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"none of last\.pt, previous\.pt can be read"):
+        checkpoint.load(tmp_path)
+    assert checkpoint.load(tmp_path / "elsewhere") is None
+
+
+def test_a_checkpoint_holds_plain_values_only(finished):
+    state = torch.load(finished / "fold0" / "last.pt", weights_only=True)
+    assert state["epoch"] == 3 and len(state["history"]) == 3
+
+
+def test_the_schedule_rises_falls_and_ends_low():
+    values = [engine.warmup_cosine(step, 100, 10) for step in range(101)]
+    assert values[0] == pytest.approx(1 / 11)
+    assert values[10] == pytest.approx(1.0)
+    assert values[55] == pytest.approx(0.505, abs=1e-6)  # half way down: the mean of 1 and 0.01
+    assert values[100] == pytest.approx(0.01)
+    assert values[:11] == sorted(values[:11])
+    assert values[10:] == sorted(values[10:], reverse=True)

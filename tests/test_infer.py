@@ -1,0 +1,270 @@
+"""From a run and a competition to a submission that has every row, whatever the images are."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from rsnakit import data, infer, models, preprocess, runs
+from rsnakit.env import RunConfig
+from rsnakit.infer import InferConfig, SubmissionError
+from rsnakit.models import ModelConfig
+from rsnakit.preprocess import PreprocessConfig
+
+MODEL = ModelConfig(backbone="test_resnet", weights="none", pooling="avg")
+SMALL = PreprocessConfig(height=64, width=32)
+RUN = RunConfig(device="cpu", n_jobs=2)
+PRIOR = 0.0625
+
+
+def make_run(work, name="run", folds=2, preprocess_config=SMALL, threshold=0.5, is_demo=True, debug=False):
+    """A run as training leaves it, with random weights: another model in each fold."""
+    folder = work / "runs" / name
+    settings = runs.settings_of(preprocess_config, MODEL, MODEL, "data", is_demo, debug)
+    runs.open_run(work, name, settings)
+    for fold in range(folds):
+        torch.manual_seed(fold)
+        (folder / f"fold{fold}").mkdir(parents=True)
+        model = models.build_model(MODEL)
+        torch.nn.init.normal_(model.head.weight, std=1.0)
+        models.save_weights(model, folder / f"fold{fold}" / "best.safetensors")
+        described = {"model": dataclasses.asdict(MODEL), "preprocess": dataclasses.asdict(preprocess_config)}
+        described |= {"prior": PRIOR, "epoch": 1, "select": "last"}
+        (folder / f"fold{fold}" / "model.json").write_text(json.dumps(described))
+    if threshold is not None:
+        (folder / "summary.json").write_text(json.dumps({"threshold": threshold, "folds": list(range(folds))}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("work"))
+
+
+@pytest.fixture(scope="module")
+def report(competition, run):
+    return infer.predict(competition, run, InferConfig(), RUN)
+
+
+def test_scores_are_the_mean_over_folds_of_single_images(competition, run, report):
+    table = data.load_table(competition, "test")
+    assert report["image_id"].tolist() == table["image_id"].tolist()
+    assert (report["status"] == "ok").all()
+    nets = [
+        models.load_weights(models.build_model(MODEL), run / f"fold{fold}" / "best.safetensors").eval()
+        for fold in (0, 1)
+    ]
+    for row in (0, 5, len(table) - 1):
+        image = preprocess.load_image(table["path"][row], SMALL).astype(np.float32) / 4095
+        with torch.no_grad():
+            expected = np.mean([net(torch.from_numpy(image)[None, None])["cancer"].sigmoid().item() for net in nets])
+        assert report["score"][row] == pytest.approx(expected, abs=1e-5)
+
+
+def test_processes_and_batches_change_nothing(competition, run, report):
+    again = infer.predict(competition, run, InferConfig(infer_batch_size=3), dataclasses.replace(RUN, n_jobs=1))
+    np.testing.assert_allclose(again["score"], report["score"], atol=1e-6)
+
+
+def hurt(competition, tmp_path) -> tuple:
+    """A copy of the test set in which images are cut, empty, no DICOM, blank and missing."""
+    root = tmp_path / "hurt"
+    root.mkdir()
+    shutil.copy(competition / "test.csv", root)
+    shutil.copytree(competition / "test_images", root / "test_images")
+    table = data.load_table(root, "test")
+    paths = table["path"].tolist()
+    paths[0].write_bytes(paths[0].read_bytes()[:-200])
+    paths[1].write_bytes(b"")
+    paths[2].write_text("no image at all")
+    paths[3].unlink()
+    import pydicom
+
+    blank = pydicom.dcmread(paths[5])
+    blank.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    blank.PixelData = bytes(blank.Rows * blank.Columns * 2)
+    blank["PixelData"].VR = "OW"
+    blank.save_as(paths[5])
+    return root, table
+
+
+def test_images_that_cannot_be_read_get_the_prior_and_a_line(competition, run, report, tmp_path):  # D13, I02
+    root, table = hurt(competition, tmp_path)
+    found = infer.predict(root, run, InferConfig(), RUN)
+    assert found["status"].tolist()[:6] == ["failed", "failed", "failed", "failed", "ok", "blank"]
+    bad = found["status"] != "ok"
+    assert (found.loc[bad, "score"] == PRIOR).all()
+    for row in (0, 1, 2, 3, 5):
+        assert table["image_id"][row] in found["reason"][row] and "\n" not in found["reason"][row]
+    np.testing.assert_allclose(found.loc[~bad, "score"], report.loc[~bad, "score"], atol=1e-6)
+    submission = infer.write_submission(found, tmp_path / "submission.csv", None)
+    infer.check_submission(tmp_path / "submission.csv", root / "test.csv")
+    # By hand: the first breast's mean, with the prior for each of its images without pixels.
+    first = found[found["prediction_id"] == found["prediction_id"][0]]
+    assert submission["cancer"][0] == pytest.approx(first["score"].mean())
+
+
+def test_one_image_alone(competition, run, tmp_path):  # I02
+    root = tmp_path / "one"
+    root.mkdir()
+    table = pd.read_csv(competition / "test.csv").head(1)
+    table["age"] = np.nan
+    table["machine_id"] = 99999
+    table.to_csv(root / "test.csv", index=False)
+    (root / "test_images").symlink_to(competition / "test_images")
+    report = infer.predict(root, run, InferConfig(), RUN)
+    infer.write_submission(report, tmp_path / "s.csv", 0.5)
+    assert len(infer.check_submission(tmp_path / "s.csv", root / "test.csv")) == 1
+
+
+def test_a_submission_has_the_rows_of_test_csv_in_its_order(competition, report, tmp_path):
+    infer.write_submission(report, tmp_path / "s.csv", 0.5)
+    written = pd.read_csv(tmp_path / "s.csv", dtype={"prediction_id": str})
+    test = pd.read_csv(competition / "test.csv", dtype={"prediction_id": str})
+    assert written["prediction_id"].tolist() == list(dict.fromkeys(test["prediction_id"]))
+    assert list(written.columns) == ["prediction_id", "cancer"]
+    by_hand = report.groupby("prediction_id", sort=False)["score"].mean() >= 0.5
+    assert written["cancer"].tolist() == by_hand.astype(float).tolist()
+
+
+def test_ids_come_back_as_they_were_written(competition, run, tmp_path):
+    """Leading zeros, and an image_id beyond 2**31 that would be rounded as a float."""
+    root = tmp_path / "ids"
+    (root / "test_images" / "007").mkdir(parents=True)
+    table = pd.read_csv(competition / "test.csv", dtype=str).head(1)
+    source = competition / "test_images" / table["patient_id"][0] / f"{table['image_id'][0]}.dcm"
+    table["patient_id"], table["image_id"], table["prediction_id"] = "007", "9007199254740993", "007_L"
+    table.to_csv(root / "test.csv", index=False)
+    shutil.copy(source, root / "test_images" / "007" / "9007199254740993.dcm")
+    report = infer.predict(root, run, InferConfig(), RUN)
+    assert report["status"].tolist() == ["ok"]
+    infer.write_submission(report, tmp_path / "s.csv", None)
+    assert (tmp_path / "s.csv").read_text().splitlines()[1].startswith("007_L,")
+
+
+@pytest.mark.parametrize("aggregate, expected", [("mean", [0.5, 0.9]), ("max", [0.8, 0.9])])
+def test_aggregation_and_no_threshold(aggregate, expected, tmp_path):
+    report = pd.DataFrame(
+        {"prediction_id": ["9_R", "9_R", "1_L"], "patient_id": ["9", "9", "1"], "laterality": ["R", "R", "L"],
+         "image_id": ["a", "b", "c"], "score": [0.2, 0.8, 0.9]}
+    )  # fmt: skip
+    submission = infer.write_submission(report, tmp_path / "s.csv", None, aggregate)
+    assert submission["prediction_id"].tolist() == ["9_R", "1_L"]
+    assert submission["cancer"].tolist() == pytest.approx(expected)
+
+
+def test_thresholds(run, tmp_path):
+    assert infer.choose_threshold(InferConfig(), run)[0] == 0.5
+    assert infer.choose_threshold(InferConfig(threshold="none"), run)[0] is None
+    assert infer.choose_threshold(InferConfig(threshold=0.31), run)[0] == 0.31
+    without = make_run(tmp_path, threshold=None)
+    with pytest.raises(runs.RunError, match="threshold='auto' is read from it"):
+        infer.choose_threshold(InferConfig(), without)
+
+
+TEST = pd.DataFrame({"prediction_id": ["5_L", "5_L", "5_R", "7_L"]})
+GOOD = pd.DataFrame({"prediction_id": ["5_L", "5_R", "7_L"], "cancer": [0.0, 1.0, 0.5]})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s.rename(columns={"cancer": "score"}), "columns are"),
+        (lambda s: s.assign(extra=1), "columns are"),
+        (lambda s: s.iloc[:2], "missing.*7_L"),
+        (lambda s: pd.concat([s, s.iloc[:1]]), "twice.*5_L"),
+        (lambda s: s.assign(prediction_id=["5_L", "5_R", "8_L"]), "missing.*7_L"),
+        (lambda s: pd.concat([s, s.tail(1).assign(prediction_id="8_L")]), "not in test.csv.*8_L"),
+        (lambda s: s.iloc[[1, 0, 2]], "row 2 is 5_R, test.csv has 5_L"),
+        (lambda s: s.assign(cancer=[0.0, np.nan, 0.5]), "row 3, 5_R: cancer is nan"),
+        (lambda s: s.assign(cancer=[0.0, 1.0, 1.5]), "row 4, 7_L: cancer is 1.5"),
+        (lambda s: s.assign(cancer=[-0.1, 1.0, 0.5]), "row 2, 5_L"),
+        (lambda s: s.assign(cancer=["a", 1.0, 0.5]), "row 2, 5_L: cancer is 'a'"),
+    ],
+)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_bad_submissions_are_refused_with_the_reason(change, message, as_file, tmp_path):
+    submission = change(GOOD)
+    if as_file:
+        submission.to_csv(tmp_path / "s.csv", index=False)
+        submission, message = tmp_path / "s.csv", message.replace("is nan", "is ''")
+    with pytest.raises(SubmissionError, match=message):
+        infer.check_submission(submission, TEST)
+
+
+def test_a_good_submission_is_given_back():
+    pd.testing.assert_frame_equal(infer.check_submission(GOOD, TEST), GOOD)
+
+
+def test_folds_trained_on_other_pixels_are_refused(tmp_path):
+    run = make_run(tmp_path)
+    path = run / "fold1" / "model.json"
+    described = json.loads(path.read_text())
+    described["preprocess"]["window"] = "none"
+    path.write_text(json.dumps(described))
+    with pytest.raises(runs.RunError, match=r"window.*first.*none"):
+        infer.load_ensemble(run)
+
+
+def test_other_settings_of_pixels_are_refused_by_name(run):  # D07
+    infer.refuse_other_settings(run, {"height": 64, "epochs": 3, "weights": "hub"})
+    with pytest.raises(runs.RunError, match=r"height=128 \(trained with 64\)"):
+        infer.refuse_other_settings(run, {"height": 128, "width": 32})
+
+
+def test_inference_needs_neither_hub_nor_wheel(tmp_path, competition, monkeypatch):  # M01
+    run = make_run(tmp_path, folds=1)
+    path = run / "fold0" / "model.json"
+    path.write_text(path.read_text().replace('"weights": "none"', '"weights": "hub"'))
+    monkeypatch.setattr(models.timm, "create_model", _offline(models.timm.create_model))
+    assert len(infer.load_ensemble(run).models) == 1
+
+
+def _offline(create):
+    def create_model(*arguments, pretrained=False, **options):
+        assert not pretrained, "the hub was asked"
+        return create(*arguments, pretrained=pretrained, **options)
+
+    return create_model
+
+
+def test_a_model_that_gives_nan_costs_its_images_not_the_submission(tmp_path, competition):
+    run = make_run(tmp_path, folds=1)
+    model = models.load_weights(models.build_model(MODEL), run / "fold0" / "best.safetensors")
+    torch.nn.init.constant_(model.head.bias, float("nan"))
+    models.save_weights(model, run / "fold0" / "best.safetensors")
+    report = infer.predict(competition, run, InferConfig(), RUN)
+    assert (report["status"] == "failed").all() and (report["score"] == PRIOR).all()
+
+
+def test_debug_looks_at_a_few_breasts_and_keeps_every_row(competition, run, report):
+    found = infer.predict(competition, run, InferConfig(), dataclasses.replace(RUN, debug=True))
+    assert len(found) == len(report)
+    looked_at = found["status"] == "ok"
+    assert found.loc[looked_at, "prediction_id"].nunique() == 4
+    assert (found.loc[~looked_at, "status"] == "skipped").all()
+    np.testing.assert_allclose(found.loc[looked_at, "score"], report.loc[looked_at, "score"], atol=1e-6)
+
+
+def test_which_run_is_taken(tmp_path):
+    with pytest.raises(runs.RunError, match="no run trained on a demo yet"):
+        runs.find_run(tmp_path, "", is_demo=True)
+    make_run(tmp_path, "old")
+    debug = make_run(tmp_path, "debug", debug=True)
+    assert runs.find_run(tmp_path, "", is_demo=True) == debug  # the one last written to
+    assert runs.find_run(tmp_path, "old", is_demo=False).name == "old"  # asked for by name
+    with pytest.raises(runs.RunError, match=r"real competition yet\. Runs of another kind.*debug, old"):
+        runs.find_run(tmp_path, "", is_demo=False)
+    make_run(tmp_path, "real debug", is_demo=False, debug=True)
+    real = make_run(tmp_path, "real", is_demo=False)
+    assert runs.find_run(tmp_path, "", is_demo=False) == real
+    with pytest.raises(runs.RunError, match="runs there are: debug, old, real, real debug"):
+        runs.find_run(tmp_path, "nothing", is_demo=True)
+    (tmp_path / "runs" / "half" / "fold0").mkdir(parents=True)
+    (tmp_path / "runs" / "half" / "config.json").write_text("{}")
+    with pytest.raises(runs.RunError, match="no run with a trained fold"):
+        runs.find_run(tmp_path, "half", is_demo=True)

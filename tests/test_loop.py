@@ -1,0 +1,156 @@
+"""The loop, against loops written out here and against closed forms."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from rsnakit.loop import evaluate, train_one_epoch
+
+
+class Linear(nn.Module):
+    """The least model: a logit that is a weighted sum of the pixels."""
+
+    def __init__(self, weight=0.0, pixels=4):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((pixels,), float(weight)))
+
+    def forward(self, x):
+        return {"cancer": (x.flatten(1) * self.weight).sum(1)}
+
+
+def batches(n=24, size=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.rand(n, 1, 2, 2, generator=generator)
+    labels = (images.mean((1, 2, 3)) > 0.5).float()
+    return [
+        {"image": images[i : i + size], "cancer": labels[i : i + size], "item": torch.arange(i, min(n, i + size))}
+        for i in range(0, n, size)
+    ]
+
+
+def parts(model, lr=0.5, **scaler):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    return optimizer, scheduler, torch.amp.GradScaler("cpu", **{"enabled": False, **scaler})
+
+
+def test_an_epoch_equals_a_plain_loop():
+    model, loader = Linear(0.1), batches()
+    reference = copy.deepcopy(model)
+    optimizer, scheduler, scaler = parts(model)
+    found = train_one_epoch(model, loader, optimizer, scheduler, scaler, binary_cross_entropy_with_logits)
+
+    weight, losses, scores = reference.weight.detach().clone(), [], []
+    for step, batch in enumerate(loader):
+        x, y = batch["image"].flatten(1), batch["cancer"]
+        p = torch.sigmoid(x @ weight)
+        losses.append(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
+        scores.append(p)
+        weight = weight - 0.5 / (step + 1) * ((p - y) @ x) / len(y)  # gradient of the cross-entropy, by hand
+    assert torch.allclose(model.weight, weight, atol=1e-6)
+    assert found.loss == pytest.approx(float(torch.stack(losses).mean()), abs=1e-6)
+    np.testing.assert_allclose(found.scores, torch.cat(scores).numpy(), atol=1e-6)
+    assert found.items.tolist() == list(range(24))
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_clipping_sees_true_gradients(enabled):  # T01
+    """A true gradient of 0.5 under a limit of 1 moves the weight by 0.5, scaled or not."""
+    model = Linear(0.0, pixels=1)
+    optimizer, scheduler, scaler = parts(model, lr=1.0, enabled=enabled, init_scale=65536.0)
+    batch = [{"image": torch.ones(1, 1, 1, 1), "cancer": torch.ones(1), "item": torch.tensor([0])}]
+    found = train_one_epoch(model, batch, optimizer, scheduler, scaler, binary_cross_entropy_with_logits, clip_norm=1.0)
+    assert model.weight.item() == pytest.approx(0.5)  # sigmoid(0) - 1 = -0.5
+    assert found.grad_norm == pytest.approx(0.5)
+
+
+def test_gradients_over_the_limit_are_scaled_down_to_it():
+    model = Linear(0.0, pixels=1)
+    optimizer, scheduler, scaler = parts(model, lr=1.0)
+    batch = [{"image": torch.full((1, 1, 1, 1), 40.0), "cancer": torch.ones(1), "item": torch.tensor([0])}]
+    found = train_one_epoch(model, batch, optimizer, scheduler, scaler, binary_cross_entropy_with_logits, clip_norm=2.0)
+    assert found.grad_norm == pytest.approx(20.0)
+    assert model.weight.item() == pytest.approx(2.0, rel=1e-4)
+
+
+def test_a_skipped_step_moves_neither_weights_nor_schedule(recwarn):  # T02
+    """Three steps overflow: the learning rate is where two good steps bring it, and the skips are counted."""
+    model, loader = Linear(0.1), batches(20)
+    optimizer, scheduler, scaler = parts(model, enabled=True, init_scale=2.0)
+    calls = []
+
+    def loss_of(logits, labels):
+        calls.append(model.weight.detach().clone())
+        loss = binary_cross_entropy_with_logits(logits, labels)
+        return loss * (math.inf if len(calls) <= 3 else 1.0)
+
+    found = train_one_epoch(model, loader, optimizer, scheduler, scaler, loss_of)
+    assert found.skipped == 3
+    assert all(torch.equal(weight, calls[0]) for weight in calls[:4])
+    assert not torch.equal(model.weight, calls[3])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 / 3)
+    assert math.isfinite(found.loss)
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
+def test_an_epoch_in_which_every_step_overflows_stops_the_run():
+    model = Linear(0.1)
+    with pytest.raises(FloatingPointError, match="overflowed in all 6 steps"):
+        train_one_epoch(model, batches(), *parts(model, enabled=True), lambda a, b: a.sum() * math.inf)
+
+
+def test_nan_stops_the_run_with_the_step_and_advice():
+    model, loader = Linear(0.1), batches()
+    loader[2]["image"][0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"nan at step 2.*Lower lr"):
+        train_one_epoch(model, loader, *parts(model), binary_cross_entropy_with_logits)
+
+
+def test_evaluation_scores_every_item_once_and_learns_nothing():
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return {"cancer": self.inner(x).squeeze(1)}
+
+    wrapped, loader = Wrapped(), batches(10)
+    before = copy.deepcopy(wrapped.state_dict())
+    found = evaluate(wrapped, loader, binary_cross_entropy_with_logits)
+    again = evaluate(wrapped, loader, binary_cross_entropy_with_logits)
+    assert found.items.tolist() == list(range(10))
+    np.testing.assert_array_equal(found.scores, again.scores)
+    assert all(torch.equal(value, before[name]) for name, value in wrapped.state_dict().items())
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
+    # The loss is over images, not over batches: the last one is shorter.
+    labels = torch.cat([batch["cancer"] for batch in loader])
+    scores = torch.from_numpy(found.scores).double()
+    reference = torch.nn.functional.binary_cross_entropy(scores, labels.double())
+    assert found.loss == pytest.approx(float(reference), abs=1e-5)
+
+
+def test_training_after_evaluation_under_autocast_has_gradients():  # T07
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 1))
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return {"cancer": self.inner(x).squeeze(1)}
+
+    wrapped, loader = Wrapped(), batches(8)
+    loss = binary_cross_entropy_with_logits
+    with torch.autocast("cpu", torch.bfloat16):
+        evaluate(wrapped, loader, loss, precision="bf16")
+        train_one_epoch(wrapped, loader, *parts(wrapped), lambda a, b: loss(a.float(), b), precision="bf16")
+    assert all(parameter.grad is not None for parameter in wrapped.parameters())

@@ -1,0 +1,180 @@
+"""The notebooks, run by papermill as a person runs them: in order, each alone, and with what people get wrong."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import papermill
+import pytest
+import yaml
+
+from rsnakit import demo, infer, params
+
+REPOSITORY = Path(__file__).parents[1]
+NOTEBOOKS = REPOSITORY / "notebooks"
+NAMES = sorted(path.stem for path in NOTEBOOKS.glob("[0-9]*.ipynb"))
+# A small demo, and pictures small enough for a quick model; enough patients for four folds with a positive each.
+SMALL = {"demo_patients": 16, "demo_size": 192, "demo_rate": 0.5, "num_workers": 0, "n_jobs": 2}
+QUICK = {"height": 64, "width": 32, "backbone": "test_resnet", "weights": "none", "n_folds": 2, "epochs": 1}
+
+
+def run(name: str, out: Path, **parameters) -> dict:
+    """Runs a notebook by papermill in its own folder and gives back the executed one."""
+    papermill.execute_notebook(
+        str(NOTEBOOKS / f"{name}.ipynb"), str(out), parameters, cwd=str(NOTEBOOKS), progress_bar=False
+    )
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def text_of(book: dict) -> str:
+    """What a notebook's cells printed."""
+    outputs = [output for cell in book["cells"] for output in cell.get("outputs", [])]
+    return "".join("".join(output.get("text", "")) for output in outputs)
+
+
+def bytes_without_pictures(path: Path) -> int:
+    """The size of an executed notebook, less its pictures' bytes."""
+    book = json.loads(path.read_text(encoding="utf-8"))
+    for cell in book["cells"]:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("image/png", "")
+    return len(json.dumps(book))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.mark.slow
+def test_one_after_another_with_one_yaml_for_all(work, tmp_path):
+    """01 to 04 with the same parameters, those of the other notebooks among them; then 04's submission is right."""
+    common = {**SMALL, **QUICK, "work_dir": str(work)}
+    for name in NAMES[:4]:
+        out = tmp_path / f"{name}.ipynb"
+        book = run(name, out, **common)
+        assert bytes_without_pictures(out) < 1_000_000
+        assert "SYNTHETIC DATA" in text_of(book)
+    assert "not used by this notebook" in text_of(book)
+    (folder,) = (work / "runs").iterdir()
+    (competition,) = (work / "demo").iterdir()
+    out = work / "submissions" / folder.name
+    submission = infer.check_submission(out / "submission.csv", competition / "test.csv")
+    assert set(submission["cancer"]) <= {0.0, 1.0}
+    assert json.loads((folder / "summary.json").read_text())["folds"] == [0]
+
+    # The same command again trains nothing anew, and another fold joins the first.
+    assert "finished at epoch 1" in text_of(run("03_train", tmp_path / "again.ipynb", **common))
+    run("03_train", tmp_path / "all.ipynb", **common, fold="all")
+    assert json.loads((folder / "summary.json").read_text())["folds"] == [0, 1]
+    # The settings that shape pixels travel with the weights: others are refused by name.
+    with pytest.raises(papermill.PapermillExecutionError, match=r"height=128 \(trained with 64\)"):
+        run("04_inference", tmp_path / "other.ipynb", **{**common, "height": 128})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES[:4])
+def test_each_alone_and_in_debug(name, tmp_path):
+    """On a fresh machine, with nothing made before."""
+    book = run(name, tmp_path / f"{name}.ipynb", debug=True, demo_size=256, work_dir=str(tmp_path / "work"))
+    assert all(cell.get("execution_count") for cell in book["cells"] if cell["cell_type"] == "code")
+    assert bytes_without_pictures(tmp_path / f"{name}.ipynb") < 1_000_000
+
+
+@pytest.mark.slow
+def test_the_main_job():
+    """The README's first command; where it has run already, this only looks at what it left."""
+    out = REPOSITORY / "out.ipynb"
+    command = [sys.executable, "-m", "papermill", "notebooks/03_train.ipynb", str(out), "-p", "fold", "0"]
+    subprocess.run(
+        [*command, "--no-progress-bar"], cwd=REPOSITORY, check=True, env={**os.environ, "OMP_NUM_THREADS": ""}
+    )
+    assert bytes_without_pictures(out) < 1_000_000
+    printed = text_of(json.loads(out.read_text(encoding="utf-8")))
+    folder = REPOSITORY / "work" / "runs" / re.search(r"-p run (\S+)", printed)[1]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["folds"][0] == 0
+    if summary["folds"] == [0]:
+        assert 0.80 <= summary["scores"]["auc"]["value"] <= 0.99
+
+
+def test_a_run_from_the_repository_and_a_wrong_parameter(tmp_path):  # N02
+    """From the repository's folder, by the command line; a mistyped name fails at once with the nearest one."""
+    command = [sys.executable, "-m", "papermill", "notebooks/03_train.ipynb", str(tmp_path / "out.ipynb")]
+    result = subprocess.run(
+        [*command, "-p", "batchsize", "4", "-p", "lr", "fast", "--no-progress-bar"],
+        cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "batchsize: unknown parameter; did you mean batch_size?" in result.stderr
+    assert "lr: got 'fast'" in result.stderr
+
+
+def test_no_data_at_a_named_folder(tmp_path):
+    with pytest.raises(papermill.PapermillExecutionError, match="holds neither train"):
+        (tmp_path / "empty").mkdir()
+        run("02_preprocess", tmp_path / "out.ipynb", data_dir=str(tmp_path / "empty"), work_dir=str(tmp_path / "work"))
+
+
+@pytest.fixture(scope="module")
+def real_layout(tmp_path_factory) -> Path:
+    """A folder that is named, so that it counts as a real competition."""
+    root = tmp_path_factory.mktemp("real") / "competition"
+    return demo.make_competition(root, n_patients=16, size=192, positive_rate=0.5, n_test=4, n_jobs=1)
+
+
+@pytest.mark.slow
+def test_a_real_competition_says_which_command_makes_the_store(real_layout, tmp_path):
+    here = {"data_dir": str(real_layout), "work_dir": str(tmp_path / "work")}
+    with pytest.raises(
+        papermill.PapermillExecutionError, match=r"papermill 02_preprocess\.ipynb out\.ipynb -p height 64"
+    ):
+        run("03_train", tmp_path / "out.ipynb", **here, **QUICK)
+    with pytest.raises(papermill.PapermillExecutionError, match="no run trained on a real competition yet"):
+        run("04_inference", tmp_path / "out.ipynb", **here)
+    run("02_preprocess", tmp_path / "out.ipynb", **here, height=64, width=32)
+    printed = text_of(run("03_train", tmp_path / "out.ipynb", **here, **QUICK))
+    assert "SYNTHETIC" not in printed and "64x32 pixels are the demo's size" in printed
+
+
+def test_a_column_missing_from_the_csv(real_layout, tmp_path):
+    text = (real_layout / "train.csv").read_text().replace("laterality", "side")
+    root = tmp_path / "broken"
+    root.mkdir()
+    (root / "train.csv").write_text(text)
+    with pytest.raises(papermill.PapermillExecutionError, match=r"train\.csv: column laterality missing"):
+        run("02_preprocess", tmp_path / "out.ipynb", data_dir=str(root), work_dir=str(tmp_path / "work"))
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "params").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_parameter_file_is_known_and_in_range(path):
+    from rsnakit.engine import TrainConfig
+    from rsnakit.env import RunConfig
+    from rsnakit.infer import InferConfig
+    from rsnakit.models import ModelConfig
+    from rsnakit.preprocess import PreprocessConfig
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    configs = params.from_mapping(
+        values, RunConfig, demo.DemoConfig, PreprocessConfig, ModelConfig, TrainConfig, InferConfig
+    )
+    given = {name: value for config in configs for name, value in vars(config).items() if name in values}
+    assert given == values  # nothing was turned into something else
+    import timm
+
+    assert configs[3].backbone in timm.list_models() or configs[3].backbone in timm.list_pretrained()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebooks_are_committed_without_outputs(name):
+    book = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))
+    code = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+    assert book["metadata"]["kernelspec"]["name"] == "python3"
+    for cell, before in zip(book["cells"][1:], book["cells"], strict=False):
+        if cell["cell_type"] == "code":
+            assert before["cell_type"] == "markdown"  # a sentence before each
+            assert "parameters" in cell["metadata"].get("tags", []) or len(cell["source"]) <= 25

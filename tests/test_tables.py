@@ -1,0 +1,404 @@
+"""Tables of a competition and their folds: what is read, what is refused and how patients are dealt out."""
+
+import itertools
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rsnakit.tables import (
+    TableError,
+    check_folds,
+    count_folds,
+    debug_subset,
+    fingerprint,
+    load_table,
+    make_folds,
+)
+
+TRAIN = ["site_id", "patient_id", "image_id", "laterality", "view", "age", "cancer"]
+TEST = ["site_id", "patient_id", "image_id", "laterality", "view", "age", "prediction_id"]
+
+
+def write(root: Path, split: str, rows: list[str], columns: list[str] | None = None) -> Path:
+    header = ",".join(columns or (TRAIN if split == "train" else TEST))
+    (root / f"{split}.csv").write_text("\n".join([header, *rows]) + "\n")
+    return root
+
+
+def patients_table(*groups: tuple[int, int, int], images: int = 4) -> pd.DataFrame:
+    """(number of patients, cancer, site) groups as a table; half of a patient's images are on each side, cancer on the left."""
+    labels = [(cancer, site) for n, cancer, site in groups for _ in range(n)]
+    rows = [
+        (site, f"{p}", f"{p * 100 + i}", "LR"[i % 2], cancer * (i % 2 == 0))
+        for p, (cancer, site) in enumerate(labels, start=1)
+        for i in range(images)
+    ]
+    table = pd.DataFrame(rows, columns=["site_id", "patient_id", "image_id", "laterality", "cancer"])
+    return table.assign(breast_id=table["patient_id"] + "_" + table["laterality"])
+
+
+# --- load_table ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_good_table_keeps_order_and_adds_path_and_breast(tmp_path):
+    write(tmp_path, "train", ["1,12,900,R,CC,50.5,0", "2,7,5,L,MLO,,1", "2,7,6,L,CC,61,1"])
+    table = load_table(tmp_path, "train")
+    assert table["image_id"].tolist() == ["900", "5", "6"]
+    assert table["breast_id"].tolist() == ["12_R", "7_L", "7_L"]
+    assert table["path"].tolist()[1] == tmp_path / "train_images" / "7" / "5.dcm"
+    assert table["cancer"].dtype == np.int64 and table["cancer"].tolist() == [0, 1, 1]
+    assert table.index.tolist() == [0, 1, 2]
+
+
+def test_ids_stay_as_written(tmp_path):
+    # I02: an image_id above 2**31; leading zeros and ids that are no numbers stay too
+    write(
+        tmp_path,
+        "train",
+        ["1,00012,4294967297123,R,CC,50,0", "1,P-7,0x1F,L,CC,50,0", "1,1.2.840.0,1.2.840.00,L,CC,5,0"],
+    )
+    table = load_table(str(tmp_path), "train")
+    assert table["patient_id"].tolist() == ["00012", "P-7", "1.2.840.0"]
+    assert table["image_id"].tolist() == ["4294967297123", "0x1F", "1.2.840.00"]
+    assert table["path"].iloc[0].parts[-2:] == ("00012", "4294967297123.dcm")
+
+
+def test_labels_written_as_floats_or_booleans_are_integers(tmp_path):
+    write(tmp_path, "train", ["1,1,1,R,CC,50,1.0", "1,2,2,L,CC,50,0.0"])
+    assert load_table(tmp_path, "train")["cancer"].tolist() == [1, 0]
+    write(tmp_path, "train", ["1,1,1,R,CC,50,True", "1,2,2,L,CC,50,False"])
+    table = load_table(tmp_path, "train")
+    assert table["cancer"].tolist() == [1, 0] and table["cancer"].dtype == np.int64
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_missing_csv_names_itself(tmp_path, split):
+    with pytest.raises(FileNotFoundError, match=f"{split}.csv"):
+        load_table(tmp_path, split)
+
+
+def test_missing_columns_are_named_with_what_is_there(tmp_path):
+    write(tmp_path, "train", ["1,2,3,R,CC"], ["site_id", "patient", "image_id", "laterality", "view"])
+    with pytest.raises(
+        TableError, match=r"train\.csv: column patient_id, cancer missing; found site_id, patient, image_id"
+    ):
+        load_table(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot be read"),
+        (b"\xff\xfe\x00\x01,\x80", "cannot be read"),
+        (b"a,b\n1,2\n1,2,3,4\n", "cannot be read|missing"),
+        (",".join(TRAIN).encode() + b"\n", "no rows"),
+    ],
+    ids=["nothing", "binary", "ragged", "header alone"],
+)
+def test_an_empty_or_broken_csv_is_refused(tmp_path, content, message):
+    (tmp_path / "train.csv").write_bytes(content)
+    with pytest.raises(TableError, match=rf"train\.csv: .*({message})"):
+        load_table(tmp_path, "train")
+
+
+@pytest.mark.filterwarnings("ignore:Length of header")
+def test_a_comma_at_the_end_of_each_line_shifts_no_column(tmp_path):
+    write(tmp_path, "train", ["1,12,900,R,CC,50,0,", "1,7,5,L,CC,50,1,"])
+    table = load_table(tmp_path, "train")
+    assert table["patient_id"].tolist() == ["12", "7"] and table["cancer"].tolist() == [0, 1]
+
+
+def test_whole_repeats_are_dropped_with_a_warning(tmp_path, caplog):
+    # V04
+    write(tmp_path, "train", ["1,1,10,R,CC,,0", "1,1,10,R,CC,,0", "1,2,20,L,CC,50,1", "1,1,10,R,CC,,0"])
+    with caplog.at_level(logging.WARNING):
+        table = load_table(tmp_path, "train")
+    assert table["image_id"].tolist() == ["10", "20"] and table.index.tolist() == [0, 1]
+    assert "2 rows repeat another" in caplog.text
+
+
+def refused(tmp_path: Path, split: str, rows: list[str], *parts: str) -> None:
+    write(tmp_path, split, rows)
+    with pytest.raises(TableError) as caught:
+        load_table(tmp_path, split)
+    message = str(caught.value)
+    assert all(part in message for part in (f"{split}.csv", *parts)), message
+
+
+def test_an_image_id_with_two_contents_is_refused(tmp_path):
+    rows = ["1,1,10,R,CC,50,0", "1,3,30,R,CC,50,0", "1,2,10,R,MLO,50,0"]
+    refused(tmp_path, "train", rows, "image_id 10", "[2, 4]", "patient_id, view")
+    # differing in a missing value alone counts too
+    refused(tmp_path, "train", ["1,1,10,R,CC,50,0", "1,1,10,R,CC,,0"], "image_id 10", "[2, 3]", "age")
+
+
+@pytest.mark.parametrize("name", ["patient_id", "image_id"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("7", "007"), ("123", "123.0"), ("0", "00"), ("2147483699", "2147483699.0"), ("7", "7 "), ("0.0", "0")],
+)
+def test_one_number_in_two_spellings_is_refused(tmp_path, name, first, second):
+    # V04
+    ids = {"patient_id": ("1", "2"), "image_id": ("10", "20"), name: (first, second)}
+    rows = [f"1,{p},{i},R,CC,50,0" for p, i in zip(ids["patient_id"], ids["image_id"], strict=True)]
+    refused(tmp_path, "train", rows, name, repr(first), repr(second))
+
+
+def test_integers_beside_floats_are_refused(tmp_path):
+    # V04: two tables put together, one of which had been read as float
+    refused(tmp_path, "train", ["1,7,10,R,CC,50,0", "1,8.0,20,R,CC,50,0"], "patient_id", "'8.0'", "'7'")
+
+
+@pytest.mark.parametrize("ids", [("10", "100"), ("0a", "a"), ("1.2.0", "1.2"), ("0010", "1000"), ("a.0", "a")])
+def test_different_ids_are_not_taken_for_one(tmp_path, ids):
+    write(tmp_path, "train", [f"1,{p},{n},R,CC,50,0" for n, p in enumerate(ids)])
+    assert load_table(tmp_path, "train")["patient_id"].tolist() == list(ids)
+
+
+@pytest.mark.parametrize("bad", ["../x", "..", "/etc/passwd", "a/b", "a\\b", "."])
+@pytest.mark.parametrize("name", ["patient_id", "image_id"])
+def test_ids_that_leave_the_folder_are_refused(tmp_path, name, bad):
+    ids = {"patient_id": "1", "image_id": "10", name: bad}
+    refused(
+        tmp_path, "train", [f"1,{ids['patient_id']},{ids['image_id']},R,CC,50,0"], "row 2", name, repr(bad), "out of"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ("1,2,20,B,CC,50,0", ("row 4", "laterality", "'B'", "L or R")),
+        ("1,2,20,,CC,50,0", ("row 4", "laterality", "nan", "L or R")),
+        ("1,2,20,l,CC,50,0", ("row 4", "laterality", "'l'", "L or R")),
+        ("1,2,20,L,CC,50,2", ("row 4", "cancer", "2", "0 or 1")),
+        ("1,2,20,L,CC,50,0.5", ("row 4", "cancer", "0.5", "0 or 1")),
+        ("1,2,20,L,CC,50,", ("row 4", "cancer", "nan", "0 or 1")),
+        ("1,2,20,L,CC,50,yes", ("row 4", "cancer", "'yes'", "0 or 1")),
+        ("1,,20,L,CC,50,0", ("row 4", "patient_id", "empty")),
+        ("1,2,,L,CC,50,0", ("row 4", "image_id", "empty")),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_row(tmp_path, row, parts):
+    # the repeated row before it moves no row number
+    refused(tmp_path, "train", ["1,1,10,R,CC,50,0", "1,1,10,R,CC,50,0", row], *parts)
+
+
+def test_labels_that_differ_within_a_breast_are_refused(tmp_path):
+    rows = ["1,1,10,R,CC,50,0", "1,2,20,L,CC,50,0", "1,1,11,R,MLO,50,1", "1,1,12,L,MLO,50,1"]
+    refused(tmp_path, "train", rows, "1_R", "cancer", "[0, 1]", "[2, 4]")
+
+
+def test_test_csv_needs_no_label_and_keeps_its_prediction_ids(tmp_path):
+    write(tmp_path, "test", ["1,1,10,R,CC,50,007_X", "1,1,11,R,MLO,,007_X", "2,1,12,L,CC,50,1_L"])
+    table = load_table(tmp_path, "test")
+    assert table["prediction_id"].tolist() == ["007_X", "007_X", "1_L"]
+    assert table["path"].iloc[0] == tmp_path / "test_images" / "1" / "10.dcm"
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        (["1,1,10,R,CC,50,1_R", "1,1,11,R,MLO,50,1_X"], ("1_R", "prediction_id", "1_X", "[2, 3]")),
+        (["1,1,10,R,CC,50,1_R", "1,2,11,R,MLO,50,1_R"], ("1_R", "breast_id", "2_R", "[2, 3]")),
+        (["1,1,10,R,CC,50,1_R", "1,2,11,R,MLO,50,"], ("row 3", "prediction_id", "nan")),
+    ],
+    ids=["two ids for a breast", "two breasts for an id", "no id"],
+)
+def test_prediction_ids_and_breasts_go_one_to_one(tmp_path, rows, parts):
+    refused(tmp_path, "test", rows, *parts)
+
+
+# --- folds --------------------------------------------------------------------------------------------------------------
+
+
+def stratum_counts(table: pd.DataFrame, folds: pd.Series, n_folds: int) -> dict[tuple, list[int]]:
+    """Patients of each (cancer, site) in each fold, counted row by row."""
+    seen: dict[str, tuple] = {}
+    for patient, cancer, site, fold in zip(table["patient_id"], table["cancer"], table["site_id"], folds, strict=True):
+        before = seen.get(patient, (0, site, fold))
+        assert before[2] == fold, f"patient {patient} in folds {before[2]} and {fold}"
+        seen[patient] = (max(before[0], cancer), site, fold)
+    counts: dict[tuple, list[int]] = {}
+    for cancer, site, fold in seen.values():
+        counts.setdefault((cancer, site), [0] * n_folds)[fold] += 1
+    return counts
+
+
+@pytest.mark.parametrize("n_folds", [2, 4, 5])
+def test_folds_hold_whole_patients_and_even_strata(n_folds):
+    table = patients_table((13, 1, 1), (9, 1, 2), (3, 1, 7), (101, 0, 1), (58, 0, 2), (1, 0, 9))
+    counts = stratum_counts(table, make_folds(table, n_folds, seed=3), n_folds)
+    for stratum, n in counts.items():
+        assert max(n) - min(n) <= 1, (stratum, n)
+    for cancer in (0, 1):  # the label over all sites too, and the folds' sizes
+        total = np.sum([n for (c, _), n in counts.items() if c == cancer], axis=0)
+        assert total.max() - total.min() <= 1
+    sizes = np.sum(list(counts.values()), axis=0)
+    assert sizes.sum() == 185 and sizes.max() - sizes.min() <= 1
+
+
+def test_folds_depend_on_patients_and_seed_alone():
+    table = patients_table((9, 1, 1), (9, 1, 2), (40, 0, 1), (40, 0, 2))
+    folds = make_folds(table, 4, seed=0)
+    assert folds.dtype == np.int64 and folds.index.equals(table.index)
+    pd.testing.assert_series_equal(folds, make_folds(table, 4, seed=0))
+    shuffled = table.sample(frac=1, random_state=1)
+    pd.testing.assert_series_equal(make_folds(shuffled, 4, seed=0).sort_index(), folds)
+    others = [make_folds(table, 4, seed=s).tolist() for s in range(5)]
+    assert len({tuple(o) for o in others}) == 5
+    # The seed moves patients, not whole folds' numbers alone: the partitions differ.
+    partitions = {frozenset(frozenset(np.flatnonzero(np.array(o) == f).tolist()) for f in range(4)) for o in others}
+    assert len(partitions) == 5
+
+
+def test_a_patient_of_two_sites_is_placed_the_same_whatever_the_order():
+    table = patients_table((8, 1, 1), (30, 0, 1), (30, 0, 2))
+    table.loc[table.index[1], "site_id"] = 2
+    folds = make_folds(table, 4, seed=0)
+    reverse = table.iloc[::-1]
+    pd.testing.assert_series_equal(make_folds(reverse, 4, seed=0).sort_index(), folds)
+
+
+def test_too_few_positives_are_refused_with_a_table():
+    # V03
+    table = patients_table((4, 1, 1), (36, 0, 1))
+    with pytest.raises(TableError) as caught:
+        make_folds(table, 5, seed=0)
+    message = str(caught.value)
+    assert "positive breasts" in message and "fewer folds than 5" in message and "4 have cancer" in message
+    rows = [line.split() for line in message.splitlines() if line[:1].isdigit()]
+    # by hand: 40 patients in 5 folds are 8 each, with 16 breasts and 32 images; 4 folds have the one positive breast
+    assert [int(r[0]) for r in rows] == [0, 1, 2, 3, 4]
+    assert all([int(v) for v in r[1:3]] == [8, 16] and int(r[4]) == 32 for r in rows)
+    assert sorted(int(r[3]) for r in rows) == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("positive", [0, 1, 4])
+def test_five_patients_in_five_folds_are_refused(positive):
+    # V03
+    with pytest.raises(TableError, match="fewer folds"):
+        make_folds(patients_table((positive, 1, 1), (5 - positive, 0, 1)), 5, seed=0)
+
+
+def test_a_fold_without_negatives_is_refused():
+    table = patients_table((5, 1, 1), images=1)  # one image each, with cancer
+    with pytest.raises(TableError, match="without negatives"):
+        make_folds(table, 5, seed=0)
+
+
+@pytest.mark.parametrize(("patients", "n_folds"), [(3, 4), (10, 1), (10, 0)])
+def test_impossible_numbers_of_folds_are_refused(patients, n_folds):
+    with pytest.raises(TableError, match=f"{n_folds} folds of {patients} patients"):
+        make_folds(patients_table((2, 1, 1), (patients - 2, 0, 1)), n_folds, seed=0)
+
+
+def test_as_many_positive_patients_as_folds_are_enough():
+    table = patients_table((5, 1, 1), (35, 0, 1))
+    counts = count_folds(table, make_folds(table, 5, seed=0))
+    assert counts["positive breasts"].tolist() == [1] * 5
+
+
+def test_count_folds_by_hand():
+    rows = [  # patient, breast, cancer, fold
+        ("1", "1_L", 1, 0), ("1", "1_L", 1, 0), ("1", "1_R", 0, 0), ("2", "2_L", 0, 1), ("3", "3_L", 1, 1), ("3", "3_R", 1, 1)
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["patient_id", "breast_id", "cancer", "fold"])
+    counts = count_folds(table.drop(columns="fold"), table["fold"])
+    assert counts.loc[0].to_dict() == {"patients": 1, "breasts": 2, "positive breasts": 1, "images": 3}
+    assert counts.loc[1].to_dict() == {"patients": 2, "breasts": 3, "positive breasts": 2, "images": 3}
+
+
+def test_a_patient_in_two_folds_stops():
+    # V04
+    table = patients_table((4, 1, 1), (8, 0, 1))
+    folds = make_folds(table, 2, seed=0)
+    check_folds(table, folds)
+    leak = folds.copy()
+    leak.iloc[4] = 1 - leak.iloc[4]
+    with pytest.raises(TableError, match=r"patient 2 is in folds \[0, 1\], and 1 patients"):
+        check_folds(table, leak)
+
+
+def test_folds_on_other_rows_stop():
+    table = patients_table((4, 1, 1), (8, 0, 1))
+    folds = make_folds(table, 2, seed=0)
+    for wrong in (
+        folds.iloc[:-1],
+        folds.reset_index(drop=True).iloc[::-1],
+        folds.astype(float).where(folds.index != 3),
+    ):
+        with pytest.raises(TableError, match="not on the same rows"):
+            check_folds(table, wrong)
+
+
+# --- subsets and fingerprints -------------------------------------------------------------------------------------------
+
+
+def test_debug_subset_takes_whole_patients_with_positives_among_them():
+    table = patients_table((20, 1, 1), (80, 0, 2))
+    small = debug_subset(table, n_patients=12, n_positive=5, seed=0)
+    cancer = small.groupby("patient_id")["cancer"].max()
+    assert len(cancer) == 12 and cancer.sum() == 5 and len(small) == 12 * 4
+    assert small.index.equals(pd.RangeIndex(48)) and small["image_id"].astype(int).is_monotonic_increasing
+    pd.testing.assert_frame_equal(small, debug_subset(table, n_patients=12, n_positive=5, seed=0))
+    assert set(debug_subset(table, 12, 5, seed=1)["patient_id"]) != set(small["patient_id"])
+
+
+@pytest.mark.parametrize(("positive", "negative", "expected"), [(2, 30, (2, 22)), (30, 3, (8, 3)), (3, 0, (3, 0))])
+def test_debug_subset_of_few_patients(positive, negative, expected):
+    small = debug_subset(patients_table((positive, 1, 1), (negative, 0, 1)))
+    cancer = small.groupby("patient_id")["cancer"].max()
+    assert (cancer.sum(), (cancer == 0).sum()) == expected
+
+
+def test_debug_subset_is_never_larger_than_asked():
+    small = debug_subset(patients_table((9, 1, 1), (30, 0, 1)), n_patients=4, n_positive=6)
+    assert small["patient_id"].nunique() == 4
+
+
+def test_the_fingerprint_tells_data_apart_and_not_their_order():
+    table = patients_table((2, 1, 1), (3, 0, 1))
+    same = fingerprint(table)
+    assert same == fingerprint(table.sample(frac=1, random_state=0)) == fingerprint(table.assign(site_id=9, age=1.0))
+    changes = [table.iloc[1:], table.assign(cancer=1 - table["cancer"]), table.assign(image_id=table["image_id"] + "0")]
+    prints = [same, *map(fingerprint, changes), fingerprint(table.assign(breast_id=table["breast_id"] + "x"))]
+    assert all(a != b for a, b in itertools.combinations(prints, 2))
+
+
+def test_a_table_of_the_competitions_size_takes_less_than_two_seconds(tmp_path):
+    rng = np.random.default_rng(0)
+    n_patients, n_images = 11_913, 54_706
+    patients = rng.choice(np.arange(5, 65_535), n_patients, replace=False)
+    of_patient = np.r_[np.repeat(np.arange(n_patients), 4), rng.integers(0, n_patients, n_images - 4 * n_patients)]
+    positive = np.zeros(n_patients, int)
+    positive[rng.choice(n_patients, 486, replace=False)] = 1
+    side = np.arange(n_images) % 2
+    site = rng.integers(1, 3, n_patients)
+    frame = pd.DataFrame(
+        {
+            "site_id": site[of_patient],
+            "patient_id": patients[of_patient],
+            "image_id": rng.choice(np.arange(68_491, 2_147_471_846, 1_001), n_images, replace=False),
+            "laterality": np.where(side, "L", "R"),
+            "view": np.where(np.arange(n_images) % 4 < 2, "CC", "MLO"),
+            "age": rng.uniform(26, 89, n_images).round(1),
+            "cancer": positive[of_patient] * side,
+            "density": rng.choice(["A", "B", "C", "D", ""], n_images),
+        }
+    )
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    begun = time.process_time()
+    table = load_table(tmp_path, "train")
+    folds = make_folds(table, 4, seed=0)
+    check_folds(table, folds)
+    seconds = time.process_time() - begun
+    assert len(table) == n_images and table["patient_id"].nunique() == n_patients
+    counts = count_folds(table, folds)
+    assert counts["patients"].max() - counts["patients"].min() <= 1
+    assert counts["positive breasts"].sum() == 486
+    assert counts["positive breasts"].max() - counts["positive breasts"].min() <= 1
+    assert seconds < 2, f"{seconds:.2f} s"

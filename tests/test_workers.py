@@ -1,0 +1,59 @@
+"""rsnakit.workers: every item gets its answer, and the one that kills its process is named (D17)."""
+
+import os
+import signal
+
+import pytest
+
+from rsnakit import workers
+from rsnakit.workers import ProcessDied, over_items
+
+
+def square(item: int) -> tuple[int, int]:
+    return item**2, os.getpid()
+
+
+def square_or_die(item: int) -> int:
+    if item in (3, 21):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item**2
+
+
+def square_or_raise(item: int) -> int:
+    if item == 5:
+        raise ZeroDivisionError(f"item {item}")
+    return item**2
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_every_item_gets_its_result(n_jobs):
+    items = list(range(100, 143))
+    done = list(over_items(square, items, n_jobs))
+    assert sorted(item for item, _ in done) == items
+    assert all(result[0] == item**2 for item, result in done)
+    elsewhere = {process for _, (_, process) in done} - {os.getpid()}
+    assert bool(elsewhere) == (n_jobs > 1)
+    assert list(over_items(square, [], n_jobs)) == []
+
+
+def test_item_that_kills_its_process_is_named_and_the_others_are_done():  # D17
+    done = dict(over_items(square_or_die, range(40), 2))
+    died = {item for item, result in done.items() if isinstance(result, ProcessDied)}
+    assert died == {3, 21}
+    assert "killed" in str(done[3])
+    assert {item: done[item] for item in set(range(40)) - died} == {item: item**2 for item in set(range(40)) - died}
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_what_the_function_raises_comes_through(n_jobs):
+    with pytest.raises(ZeroDivisionError, match="item 5"):
+        list(over_items(square_or_raise, range(40), n_jobs))
+
+
+@pytest.mark.filterwarnings("ignore:.*tasks.*")  # joblib tells how many were in vain
+def test_iteration_that_ends_early_leaves_nothing_at_work():
+    results = over_items(square, range(4000), 2)
+    next(results)
+    results.close()
+    assert dict(over_items(square_or_raise, range(10, 30), 2)) == {item: item**2 for item in range(10, 30)}
+    assert workers.CHUNK * workers.AHEAD < 4000
