@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import cv2
 import numpy as np
 import pandas as pd
 import torch
@@ -13,7 +14,7 @@ from rsnakit.tables import TableError, check_folds, count_folds, debug_subset, f
 
 __all__ = [
     "BalancedSampler", "MammogramDataset", "TableError", "check_folds", "count_folds", "debug_subset", "fingerprint",
-    "load_table", "make_folds", "sample_seed", "usable",
+    "load_table", "make_folds", "one_thread", "sample_seed", "usable",
 ]  # fmt: skip
 
 
@@ -74,6 +75,13 @@ class MammogramDataset(Dataset):
             "cancer": torch.tensor(self.labels[row]),
             "item": torch.tensor(int(row)),
         }
+
+
+def one_thread(_: int) -> None:
+    """What a loader's worker begins with: OpenCV's threads and forked workers lock each other up, and the workers are the
+    parallelism."""
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
 
 
 def sample_seed(seed: int, epoch: int, position: int) -> int:

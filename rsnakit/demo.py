@@ -16,21 +16,22 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from joblib import Parallel, delayed
 from tqdm.auto import tqdm
 
 from rsnakit import env
 from rsnakit.machines import MACHINES, TEST_MACHINE, finish, write_dicom
 from rsnakit.params import setting
 from rsnakit.phantom import draw_breast, random_breast, random_finding
+from rsnakit.workers import over_items
 
 __all__ = ["ODDITIES", "Competition", "DemoConfig", "draw_breast", "make_competition", "open_competition"]
 
-GENERATOR = 2  # raise it when the same arguments give other files: old competitions are then refused
+GENERATOR = 3  # raise it when the same arguments give other files: old competitions are then refused
 
 # What a whole competition shows once, by the name it has in demo.json.
 ODDITIES = {
@@ -88,8 +89,9 @@ def open_competition(run: env.RunConfig, config: DemoConfig) -> Competition:
     patients = min(24, config.demo_patients) if run.debug else config.demo_patients
     name = f"demo-{patients}x{config.demo_size}-{config.demo_rate:g}-v{GENERATOR}"
     print(
-        f"SYNTHETIC DATA: {found.reason}. A made competition of {patients} patients stands in; scores on it say that the "
-        "code works and nothing about mammograms."
+        f"SYNTHETIC DATA: a made competition of {patients} patients stands in for the real one.\n"
+        "Scores on it say that the code works, and nothing about mammograms.\n"
+        f"Why: {found.reason}"
     )
     root = make_competition(
         env.work_folder(run.work_dir) / "demo" / name,
@@ -184,13 +186,11 @@ def _make(folder: Path, arguments: dict, n_jobs: int | None) -> dict:
     n_train, n_test = arguments["n_patients"], arguments["n_test"]
     table = _plan(np.random.default_rng(seeds.spawn(1)[0]), n_train, n_test, arguments["positive_rate"])
     patients = [rows for _, rows in table.groupby("patient_id", sort=False)]
-    drawing = (
-        delayed(_write_patient)(folder, rows.to_dict("records"), child, arguments["size"])
-        for rows, child in zip(patients, seeds.spawn(len(patients)), strict=True)
-    )
-    done = Parallel(n_jobs=n_jobs or -1, return_as="generator_unordered")(drawing)
-    for _ in tqdm(done, total=len(patients), desc="drawing a synthetic competition", unit="patient", mininterval=2):
-        pass
+    items = [(rows.to_dict("records"), s) for rows, s in zip(patients, seeds.spawn(len(patients)), strict=True)]
+    done = over_items(partial(_write_patient, folder, arguments["size"]), items, n_jobs or env.cores())
+    for _, died in tqdm(done, total=len(items), desc="drawing a synthetic competition", unit="patient", mininterval=2):
+        if died:
+            raise died
 
     table = table.sort_values(["patient_id", "laterality", "view", "image_id"])
     train, test = table[table["split"] == "train"], table[table["split"] == "test"]
@@ -301,8 +301,9 @@ def _plant_oddities(rng: np.random.Generator, table: pd.DataFrame) -> pd.DataFra
 # Images
 
 
-def _write_patient(folder: Path, rows: list[dict], seed: np.random.SeedSequence, size: int) -> None:
-    """Draw and write all images of one patient."""
+def _write_patient(folder: Path, size: int, patient: tuple[list[dict], np.random.SeedSequence]) -> None:
+    """Draw and write all images of one patient: its rows of the plan, and its seed."""
+    rows, seed = patient
     rng = np.random.default_rng(seed)
     directory = folder / f"{rows[0]['split']}_images" / str(rows[0]["patient_id"])
     directory.mkdir(parents=True)

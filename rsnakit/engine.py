@@ -10,7 +10,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import cv2
 import pandas as pd
 import torch
 from timm.optim import create_optimizer_v2
@@ -219,7 +218,7 @@ class _Trainer:
         return DataLoader(
             dataset, batch_size, sampler=sampler, num_workers=workers, pin_memory=self.device.startswith("cuda"),
             drop_last=sampler is not None and count > 1 and count % batch_size == 1,  # one image has no batch statistics
-            worker_init_fn=_one_thread, persistent_workers=workers > 0,
+            worker_init_fn=data.one_thread, persistent_workers=workers > 0,
         )  # fmt: skip
 
     def state(self) -> dict:
@@ -301,8 +300,3 @@ def _keep(trainer: _Trainer, oof: pd.DataFrame, prior: float, folder: Path) -> N
         "versions": runs.versions(),
     }
     write_json(folder / "model.json", model)
-
-
-def _one_thread(_: int) -> None:
-    cv2.setNumThreads(0)  # OpenCV's threads and forked workers lock each other up
-    torch.set_num_threads(1)

@@ -151,12 +151,12 @@ def find_data(data_dir: str = "", environ: Environ = None, root: Path = ROOT, re
     for folder, source in candidates:
         if _has_table(folder):
             return Data(folder, source)
-    looked = ", ".join(str(folder) for folder, _ in candidates)
+    looked = "\n  ".join(str(folder) for folder, _ in candidates)
     if environ.get("KAGGLE_IS_COMPETITION_RERUN"):
         raise FileNotFoundError(
-            f"the competition is not mounted, and a submission can't use the demo; looked in {looked}"
+            f"the competition is not mounted, and a submission can't use the demo; looked in\n  {looked}"
         )
-    return Data(None, f"no train.csv or test.csv in {looked}; name a folder with data_dir or $RSNA_DATA")
+    return Data(None, f"no train.csv or test.csv in\n  {looked}\nName a folder with data_dir or $RSNA_DATA.")
 
 
 def work_folder(work_dir: str = "", environ: Environ = None, root: Path = ROOT, repository: Path = REPOSITORY) -> Path:

@@ -2,10 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
-import joblib
 import numpy as np
 import pandas as pd
 from pydicom import uid
@@ -13,8 +10,9 @@ from pydicom.dataset import Dataset
 from tqdm.auto import tqdm
 
 from rsnakit import dicom, env
+from rsnakit.workers import ProcessDied, over_items
 
-CHUNK = 16  # files that a process reads at a time
+FEW = 128  # starting processes takes longer than reading so many headers
 COLUMNS = {
     "image_id": "object", "patient_id": "object", "transfer_syntax": "object", "transfer_syntax_uid": "object",
     "photometric": "object", "rows": "Int64", "columns": "Int64", "bits_stored": "Int64", "window_center": "float64",
@@ -44,10 +42,16 @@ def scan_headers(table: pd.DataFrame, n_jobs: int = 0, limit: int | None = None,
     if limit is not None and limit < len(table):
         chosen = np.random.default_rng(seed).choice(len(table), max(limit, 0), replace=False)
         table = table.iloc[np.sort(chosen)]
-    files = list(zip(table["image_id"], table["patient_id"], table["path"], strict=True))
-    rows = _rows(files, n_jobs or env.cores())
-    rows = list(tqdm(rows, total=len(files), unit="file", desc="headers", mininterval=1, smoothing=0))
-    return pd.DataFrame(rows, index=table.index, columns=list(COLUMNS)).astype(COLUMNS)
+    files = list(zip(table.index, table["image_id"], table["patient_id"], table["path"], strict=True))
+    done = over_items(_row, files, 1 if len(files) < FEW else n_jobs or env.cores())
+    rows = {}
+    for (label, image_id, patient_id, _), row in tqdm(
+        done, total=len(files), unit="file", desc="headers", mininterval=1
+    ):
+        died = {"image_id": image_id, "patient_id": patient_id, "error": str(row)}
+        rows[label] = died if isinstance(row, ProcessDied) else row
+    ordered = [rows[label] for label in table.index]
+    return pd.DataFrame(ordered, index=table.index, columns=list(COLUMNS)).astype(COLUMNS)
 
 
 def missing_decoders(headers: pd.DataFrame) -> str:
@@ -62,21 +66,9 @@ def missing_decoders(headers: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def _rows(files: list[tuple], n_jobs: int) -> Iterator[dict]:
-    if n_jobs == 1 or len(files) < 8 * CHUNK:  # starting processes takes longer than a hundred headers
-        yield from (_row(*file) for file in files)
-        return
-    chunks = [files[i : i + CHUNK] for i in range(0, len(files), CHUNK)]
-    parallel = joblib.Parallel(n_jobs=n_jobs, return_as="generator")
-    for rows in parallel(joblib.delayed(_read_chunk)(chunk) for chunk in chunks):
-        yield from rows
-
-
-def _read_chunk(files: list[tuple]) -> list[dict]:
-    return [_row(*file) for file in files]
-
-
-def _row(image_id: str, patient_id: str, path: Path | str) -> dict:
+def _row(file: tuple) -> dict:
+    """The row of one file: its label in the table, image_id, patient_id and path."""
+    _, image_id, patient_id, path = file
     row = {"image_id": image_id, "patient_id": patient_id}
     try:
         row["file_mb"] = os.path.getsize(path) / 1e6 if os.path.exists(path) else None

@@ -5,7 +5,6 @@ import json
 import time
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pandas as pd
 import torch
@@ -16,7 +15,7 @@ from rsnakit import data, env, metrics, models, runs
 from rsnakit.files import replacing
 from rsnakit.loop import autocast
 from rsnakit.params import setting
-from rsnakit.preprocess import BlankImage, PreprocessConfig, load_image
+from rsnakit.preprocess import PreprocessConfig, load_image, status_of
 
 COLUMNS = ["prediction_id", "cancer"]  # of a submission
 REPORT_COLUMNS = ["prediction_id", "patient_id", "laterality", "image_id", "status", "score", "seconds", "reason"]
@@ -131,7 +130,7 @@ def predict(
     images = _TestImages(table["path"].iloc[wanted].tolist(), ensemble.preprocess)
     workers = (run_config.n_jobs or env.cores()) if len(images) > 8 else 0
     loader = DataLoader(
-        images, config.infer_batch_size, num_workers=workers, collate_fn=_collate, worker_init_fn=_one_thread
+        images, config.infer_batch_size, num_workers=workers, collate_fn=_collate, worker_init_fn=data.one_thread
     )
     with tqdm(total=len(images), desc="inference", unit="image", mininterval=1) as progress:
         for batch in loader:
@@ -174,14 +173,12 @@ class _TestImages(Dataset):
         image, status, reason = np.zeros((self.config.height, self.config.width), np.uint16), "ok", ""
         try:
             image = load_image(self.paths[item], self.config)
-        except BlankImage as error:
-            status, reason = "blank", str(error)
         except Exception as error:  # whatever one image does, the others must get their rows
-            status, reason = "failed", f"{type(error).__name__}: {error}"
+            status, reason = status_of(error)
         return {
             "image": torch.from_numpy(image.astype(np.float32) / 4095)[None],
             "status": status,
-            "reason": " ".join(reason.split()),
+            "reason": reason,
             "item": item,
             "seconds": time.perf_counter() - begun,
         }
@@ -278,8 +275,3 @@ def check_submission(submission: Path | str | pd.DataFrame, test: Path | str | p
         shown = repr(value) if isinstance(value, str) else str(value)
         raise SubmissionError(f"row {row + 2}, {found[row]}: cancer is {shown}, expected 0 to 1")
     return submission.assign(cancer=values.to_numpy(dtype=float))
-
-
-def _one_thread(_: int) -> None:
-    cv2.setNumThreads(0)
-    torch.set_num_threads(1)

@@ -96,7 +96,10 @@ def train_one_epoch(
         items.append(batch["item"])
         if time.monotonic() - last_read > READ_EVERY_S:
             last_read = time.monotonic()
-            shown = {"loss": f"{_mean_loss(losses, scaler.is_enabled()):.4f}", "lr": f"{optimizer.param_groups[0]['lr']:.1e}"}
+            shown = {
+                "loss": f"{_mean_loss(losses, scaler.is_enabled()):.4f}",
+                "lr": f"{optimizer.param_groups[0]['lr']:.1e}",
+            }
             progress.set_postfix(shown, refresh=False)
     if not losses:
         raise ValueError("nothing to train on: the loader gave no batch")
@@ -104,7 +107,11 @@ def train_one_epoch(
         raise FloatingPointError(f"fp16 overflowed in all {skipped} steps of the epoch: take precision fp32 or bf16")
     scores = torch.cat(logits_seen).float().sigmoid().cpu().numpy()
     return Scored(
-        torch.cat(items).numpy(), scores, _mean_loss(losses, scaler.is_enabled()), float(norm_sum) / max(1, taken), skipped
+        torch.cat(items).numpy(),
+        scores,
+        _mean_loss(losses, scaler.is_enabled()),
+        float(norm_sum) / max(1, taken),
+        skipped,
     )
 
 

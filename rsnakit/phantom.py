@@ -81,7 +81,7 @@ def random_finding(rng: np.random.Generator, kind: str) -> Finding:
         depth=float(rng.uniform(0.28, 0.75)),
         angle=(float(rng.uniform(-0.5, 0.5)), float(rng.uniform(-0.5, 0.5))),
         radius=float(rng.uniform(low, high)),
-        contrast=float(rng.uniform(0.57, 1.12)),
+        contrast=float(rng.uniform(0.6, 1.13)),
         seed=int(rng.integers(2**31)),
     )
 
@@ -287,7 +287,7 @@ def _mass(rng, kind, radius, away, angle):
         sideways = np.sin(np.minimum(off, np.pi / 2)) * away
         rays += np.exp(-((sideways / (0.07 * radius)) ** 2) - np.maximum(away - 0.5 * radius, 0) / far)
     outside = _step(away / radius - 0.6, 0.12) * _step(1 - away / (3.0 * radius), 0.06)
-    return core + 390 * np.minimum(rays, 1.2) * outside
+    return core + 395 * np.minimum(rays, 1.2) * outside
 
 
 def power_noise(rng: np.random.Generator, size: tuple[int, int], power: float, longest: float = 1.0) -> np.ndarray:

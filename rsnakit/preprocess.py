@@ -23,7 +23,7 @@ import rsnakit
 from rsnakit import dicom, env, store, workers
 from rsnakit.crop import breast_is_right, find_breast
 from rsnakit.files import Lock
-from rsnakit.params import setting
+from rsnakit.params import flags, setting
 
 INDEX_ROW_BYTES = 200  # a line of index.csv, rounded up
 COMMIT_S = 1.0  # what is prepared is put on the disk so often; a kill costs no more than that
@@ -60,6 +60,12 @@ class Prepared:
 
 class BlankImage(dicom.DicomError):
     """A file that decodes to nothing to be seen; it must not pass for a healthy breast."""
+
+
+def status_of(error: Exception) -> tuple[str, str]:
+    """What a table says of an image that could not be prepared: `blank` or `failed`, and the cause in one line."""
+    cause = error.cause if isinstance(error, dicom.DicomError) else f"{type(error).__name__}: {error}"
+    return "blank" if isinstance(error, BlankImage) else "failed", " ".join(cause.split())
 
 
 def load_image(path: Path | str, config: PreprocessConfig) -> np.ndarray:
@@ -120,7 +126,7 @@ def _with_margin(box: tuple[int, int, int, int], margin: float, shape: tuple[int
 
 
 def ensure_store(
-    table: pd.DataFrame, config: PreprocessConfig, path: Path, n_jobs: int, image_format: str, build: bool
+    table: pd.DataFrame, config: PreprocessConfig, path: Path, run: env.RunConfig, build: bool
 ) -> store.Store:
     """The store at `path`, with every image of the table: opened, or where `build` says so made or completed.
 
@@ -129,12 +135,11 @@ def ensure_store(
             has the command that makes it.
     """
     if build:
-        return build_store(table, config, path, n_jobs, image_format)
-    settings = " ".join(f"-p {name} {value}" for name, value in dataclasses.asdict(config).items())
-    command = f"papermill 02_preprocess.ipynb out.ipynb {settings} -p store_format {image_format}"
+        return build_store(table, config, path, run.n_jobs, run.store_format)
+    command = f"papermill 02_preprocess.ipynb out.ipynb {flags(run, config)}"
     if not (path / "manifest.json").exists():
         raise store.StoreError(f"{path}: no image store for these settings yet. This makes it:\n  {command}")
-    store.check_settings(store.read_manifest(path), {**dataclasses.asdict(config), "format": image_format}, path)
+    store.check_settings(store.read_manifest(path), {**dataclasses.asdict(config), "format": run.store_format}, path)
     opened = store.Store(path)
     missing = ~table["image_id"].isin(opened.index["image_id"])
     if missing.any():
@@ -241,7 +246,8 @@ def _fill(todo: list[tuple], config: PreprocessConfig, out: Path, n_jobs: int, i
     with contextlib.closing(results), tqdm(total=len(todo), unit="image", desc="store", mininterval=1) as progress:
         try:
             for item, result in results:
-                row, record = _failed_row(item, str(result)) if isinstance(result, workers.ProcessDied) else result
+                died = isinstance(result, workers.ProcessDied)
+                row, record = _failed_row(item, result) if died else result
                 if record is not None:
                     store.write_record(out, row["row"], record)
                 finished.append(row)
@@ -263,9 +269,7 @@ def _prepare_row(config: PreprocessConfig, image_format: str, item: tuple) -> tu
     try:
         prepared = prepare(path, config)
     except Exception as error:  # whatever one file does, the others go on
-        status = "blank" if isinstance(error, BlankImage) else "failed"
-        reason = str(error) if isinstance(error, dicom.DicomError) else f"{path}: {type(error).__name__}: {error}"
-        return _failed_row(item, reason, status, time.perf_counter() - begun)
+        return _failed_row(item, error, time.perf_counter() - begun)
     record = store.encode_record(prepared.image, image_format)
     names = ("top", "left", "bottom", "right", "source_height", "source_width")
     numbers = dict(zip(names, (*prepared.box, *prepared.source_shape), strict=True))
@@ -274,10 +278,10 @@ def _prepare_row(config: PreprocessConfig, image_format: str, item: tuple) -> tu
     return {**found, "flipped": prepared.flipped, "source_bytes": _size(path), "seconds": seconds}, record
 
 
-def _failed_row(item: tuple, reason: str, status: str = "failed", seconds: float = 0.0) -> tuple[dict, None]:
+def _failed_row(item: tuple, error: Exception, seconds: float = 0.0) -> tuple[dict, None]:
     row, patient_id, image_id, path = item
-    reason = " ".join(reason.split())  # one line, for the index
-    logging.getLogger(__name__).info("%s", reason)
+    status, reason = status_of(error)
+    logging.getLogger(__name__).info("%s: %s", path, reason)
     found = {"row": row, "patient_id": patient_id, "image_id": image_id, "status": status, "reason": reason}
     empty = dict.fromkeys(("source_height", "source_width", "top", "left", "bottom", "right"), 0)
     return {**found, **empty, "flipped": False, "source_bytes": _size(path), "seconds": round(seconds, 4)}, None

@@ -112,7 +112,9 @@ def _check_values(table: pd.DataFrame, path: Path, split: str) -> None:
     def refuse(bad: pd.Series, name: str, expected: str) -> None:
         if bad.any():
             row = int(bad.idxmax())
-            raise TableError(f"{path}: row {row + 2}: {name} is {table.loc[row, name]!r}, expected {expected}")
+            value = table.loc[row, name]
+            shown = repr(value) if isinstance(value, str) else str(value)  # not np.int64(2)
+            raise TableError(f"{path}: row {row + 2}: {name} is {shown}, expected {expected}")
 
     refuse(~table["laterality"].isin(["L", "R"]), "laterality", "L or R")
     if split == "train":
@@ -170,8 +172,7 @@ def make_folds(table: pd.DataFrame, n_folds: int, seed: int) -> pd.Series:
             f"{n_folds} folds of {len(patients)} patients: at least 2 folds and a patient in each are needed"
         )
     shuffled = patients.iloc[np.random.default_rng(seed).permutation(len(patients))]
-    # Positives first, so that where there are too few for all folds the table below is true.
-    dealt = shuffled.sort_values(["cancer", "site"], ascending=[False, True], kind="stable").index
+    dealt = shuffled.sort_values(["cancer", "site"], kind="stable").index
     fold_of = pd.Series(np.arange(len(dealt)) % n_folds, index=dealt)
     folds = table["patient_id"].map(fold_of).astype(np.int64).rename("fold")
     counts = count_folds(table, folds)

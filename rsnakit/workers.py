@@ -7,6 +7,7 @@ from typing import Any
 
 import cv2
 import joblib
+from joblib.externals.loky import get_reusable_executor
 
 CHUNK = 4  # items a process gets at a time
 AHEAD = 3  # chunks a process that are handed out before their turn
@@ -31,13 +32,18 @@ def over_items(function: Callable[[Any], Any], items: Iterable[Any], n_jobs: int
     if n_jobs == 1 or len(left) < 2 * CHUNK:  # starting processes takes longer than a few images
         yield from ((item, function(item)) for item in left.values())
         return
-    while left:
-        try:
-            for number, result in _in_processes(function, left, n_jobs):
-                yield left.pop(number), result
-        except BrokenProcessPool:
-            for number in list(left)[: AHEAD * CHUNK * n_jobs]:
-                yield left[number], _alone(function, left.pop(number))
+    try:
+        while left:
+            try:
+                # Closed by name: an iteration that ends early must not leave processes at work behind it.
+                with contextlib.closing(_in_processes(function, left, n_jobs)) as results:
+                    for number, result in results:
+                        yield left.pop(number), result
+            except BrokenProcessPool:
+                for number in list(left)[: AHEAD * CHUNK * n_jobs]:
+                    yield left[number], _alone(function, left.pop(number))
+    finally:
+        _dismiss_processes()
 
 
 def _in_processes(function: Callable, items: dict[int, Any], n_jobs: int) -> Iterator[tuple[int, Any]]:
@@ -46,7 +52,6 @@ def _in_processes(function: Callable, items: dict[int, Any], n_jobs: int) -> Ite
     parallel = joblib.Parallel(
         n_jobs=n_jobs, return_as="generator_unordered", pre_dispatch=f"{AHEAD}*n_jobs", batch_size=1
     )
-    # Closed by name: an iteration that ends early must not leave processes at work behind it.
     with contextlib.closing(parallel(joblib.delayed(_do)(function, chunk) for chunk in chunks)) as results:
         for result in results:
             yield from result
@@ -62,3 +67,12 @@ def _alone(function: Callable, item: Any) -> Any:
 def _do(function: Callable, numbered: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
     cv2.setNumThreads(1)  # the processes are the parallelism
     return [(number, function(item)) for number, item in numbered]
+
+
+def _dismiss_processes() -> None:
+    """Ends joblib's processes, which would idle for minutes with their memory.
+
+    Their temporary folder and semaphores go with them, which a kernel that is killed later would leave in /dev/shm.
+    """
+    executor = get_reusable_executor(reuse=True)
+    getattr(executor, "terminate", executor.shutdown)()

@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from rsnakit import augment, store
-from rsnakit.data import BalancedSampler, MammogramDataset, sample_seed, usable
-from rsnakit.engine import _one_thread
+from rsnakit.data import BalancedSampler, MammogramDataset, one_thread, sample_seed, usable
 
 SHAPE = (32, 24)
 SETTINGS = {"height": SHAPE[0], "width": SHAPE[1]}
@@ -153,7 +152,7 @@ def test_a_sent_dataset_finds_its_images_in_a_store_that_has_grown(tmp_path, ima
 
 
 def quiet(worker: int) -> None:
-    _one_thread(worker)  # what training gives its own workers
+    one_thread(worker)  # what training gives its own workers
     assert cv2.getNumThreads() <= 1
 
 
@@ -279,6 +278,8 @@ def test_order_changes_with_epoch_and_seed_and_with_nothing_else(ratio):
 
     orders = [tuple(row for row, _, _ in rows(seed, epoch)) for seed in (0, 1) for epoch in range(4)]
     assert len(set(orders)) == 8
+    for kind in (0, 1):  # each kind in an order of its own, too
+        assert len({tuple(row for row in order if labels[row] == kind) for order in orders}) == 8
     for epoch in (0, 3):
         yielded = rows(0, epoch)
         assert [p for _, _, p in yielded] == list(range(len(yielded)))

@@ -248,7 +248,7 @@ def test_show(capsys):
 def test_flags_bring_the_same_settings_back_through_a_shell():
     from rsnakit.env import RunConfig
 
-    settings_given = Toy(lr=0.5, folds=(0, 1)), RunConfig(data_dir="a folder/it's", debug=True)
+    settings_given = Toy(lr=0.5, folds=(0, 1)), RunConfig(data_dir="a folder/it's", n_jobs=3)
     words = shlex.split(params.flags(*settings_given))
     assert words[::3] == ["-p"] * (len(words) // 3)
     assert params.from_mapping(dict(zip(words[1::3], words[2::3], strict=True)), Toy, RunConfig) == settings_given

@@ -57,3 +57,11 @@ def test_iteration_that_ends_early_leaves_nothing_at_work():
     results.close()
     assert dict(over_items(square_or_raise, range(10, 30), 2)) == {item: item**2 for item in range(10, 30)}
     assert workers.CHUNK * workers.AHEAD < 4000
+
+
+def test_processes_are_gone_afterwards():
+    processes = {process for _, (_, process) in over_items(square, range(40), 2)}
+    assert os.getpid() not in processes
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
