@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
 
 from rsnakit import augment, checkpoint, data, env, history, models, preprocess, runs
 from rsnakit.files import Lock, replacing, write_json
@@ -159,12 +160,14 @@ def fit(
         prior = float(table.loc[folds != fold, "cancer"].mean())
         valid_loader = trainer.loader(valid_table, batch_size=2 * config.batch_size)
         longest = 0.0
-        while trainer.epoch < config.epochs:
-            if time.monotonic() + longest > deadline:
-                return False
-            begun = time.monotonic()
-            _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior, folder)
-            longest = max(longest, time.monotonic() - begun)
+        # purge_step hides what a killed run wrote of the epoch that is now begun again.
+        with SummaryWriter(str(folder), purge_step=trainer.epoch + 1) as writer:
+            while trainer.epoch < config.epochs:
+                if time.monotonic() + longest > deadline:
+                    return False
+                begun = time.monotonic()
+                _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior, folder, writer)
+                longest = max(longest, time.monotonic() - begun)
     return True
 
 
@@ -247,7 +250,7 @@ def warmup_cosine(step: int, steps: int, warmup: int, floor: float = 0.01) -> fl
     return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior, folder) -> None:
+def _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior, folder, writer) -> None:
     """One epoch with everything that is written after it."""
     config, begun = trainer.config, time.monotonic()
     trainer.sampler.set_epoch(trainer.epoch)
@@ -282,7 +285,7 @@ def _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior
         _keep(trainer, oof, prior, folder)
     with replacing(folder / "history.csv") as temporary:
         pd.DataFrame(trainer.history).to_csv(temporary, index=False)
-    history.log(folder, row)
+    history.log(writer, row)
     checkpoint.save(folder, trainer.state())
 
 

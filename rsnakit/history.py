@@ -1,7 +1,5 @@
 """What an epoch leaves to be read: rows of scores, its row of `history.csv`, its line on the screen, its events."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 from torch.utils.tensorboard import SummaryWriter
@@ -36,6 +34,7 @@ def side_scores(side: str, rows: pd.DataFrame) -> dict[str, float]:
 
 
 def line(row: dict, epochs: int) -> str:
+    """A row of the history as it is printed after its epoch."""
     mark = " (resampled)" if row["train_resampled"] else ""
     return (
         f"epoch {row['epoch']}/{epochs}  lr {row['lr']:.1e}  {row['seconds']:.0f} s  |  "
@@ -45,9 +44,9 @@ def line(row: dict, epochs: int) -> str:
     )
 
 
-def log(folder: Path, row: dict) -> None:
-    """TensorBoard's events of one epoch; `purge_step` hides what a killed run wrote of the same one."""
-    with SummaryWriter(str(folder), purge_step=row["epoch"]) as writer:
-        for name, value in row.items():
-            if name not in ("epoch", "train_resampled"):
-                writer.add_scalar(name.replace("_", "/", 1), value, row["epoch"])
+def log(writer: SummaryWriter, row: dict) -> None:
+    """Writes a row of the history as TensorBoard's events: curves named `train/loss`, `valid/auc` and so on."""
+    for name, value in row.items():
+        if name not in ("epoch", "train_resampled"):
+            writer.add_scalar(name.replace("_", "/", 1), value, row["epoch"])
+    writer.flush()

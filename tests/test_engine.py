@@ -58,6 +58,20 @@ def test_what_a_fold_leaves(finished, store, table):
     assert history["train_resampled"].all()
 
 
+def tensorboard_points(fold: Path, name: str) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points = EventAccumulator(str(fold)).Reload().Scalars(name)
+    assert len({point.step for point in points}) == len(points)  # no step twice
+    return {point.step: point.value for point in points}
+
+
+def test_tensorboard_shows_the_history(finished):
+    history = pd.read_csv(finished / "fold0" / "history.csv").set_index("epoch")
+    for column, name in (("valid_auc", "valid/auc"), ("train_loss", "train/loss"), ("lr", "lr")):
+        assert tensorboard_points(finished / "fold0", name) == pytest.approx(history[column].to_dict(), rel=1e-6)
+
+
 def test_out_of_fold_scores_are_those_of_the_kept_weights(finished, store, table):
     oof = pd.read_csv(finished / "fold0" / "oof.csv", dtype={"patient_id": str, "image_id": str})
     folds = data.make_folds(table, TRAIN.n_folds, TRAIN.seed)
@@ -188,6 +202,7 @@ def test_killed_at_any_moment_the_same_command_ends_the_same(finished, store, co
     for name, tensor in weights(finished).items():
         assert torch.equal(tensor, weights(folder)[name]), name
     assert (folder / "fold0" / "oof.csv").read_bytes() == (finished / "fold0" / "oof.csv").read_bytes()
+    assert list(tensorboard_points(folder / "fold0", "valid/auc")) == [1, 2, 3]
 
 
 def test_more_epochs_go_on_along_the_new_schedule(finished, store, table, tmp_path):

@@ -130,7 +130,8 @@ def real_layout(tmp_path_factory) -> Path:
 def test_a_real_competition_says_which_command_makes_the_store(real_layout, tmp_path):
     here = {"data_dir": str(real_layout), "work_dir": str(tmp_path / "work")}
     with pytest.raises(
-        papermill.PapermillExecutionError, match=r"papermill 02_preprocess\.ipynb out\.ipynb -p data_dir .* -p height 64"
+        papermill.PapermillExecutionError,
+        match=r"papermill 02_preprocess\.ipynb out\.ipynb -p data_dir .* -p height 64",
     ):
         run("03_train", tmp_path / "out.ipynb", **here, **QUICK)
     with pytest.raises(papermill.PapermillExecutionError, match="no run trained on a real competition yet"):
