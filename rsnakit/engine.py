@@ -85,7 +85,8 @@ def fit_folds(
         out: the run's folder, as `runs.open_run` gives it.
 
     Returns:
-        The summary over all folds there are (see `runs.write_summary`); empty where the time was over before one ended.
+        The summary over all folds there are (see `runs.write_summary`), one whose time was over among them; empty where
+        the time was over before the first epoch.
 
     Raises:
         rsnakit.data.TableError: the folds are not sound, or `run.fold` is none of them.
@@ -97,12 +98,12 @@ def fit_folds(
             f"fold {run.fold}: with n_folds={config.n_folds} there are folds 0 to {config.n_folds - 1}"
         )
     deadline = time.monotonic() + run.max_hours * 3600 if run.max_hours else math.inf
-    summary: dict = {}
     for fold in wanted:
-        if not fit(fold, table, folds, store, model_config, config, run, out, deadline):
+        finished = fit(fold, table, folds, store, model_config, config, run, out, deadline)
+        summary = runs.write_summary(out) if runs.trained_folds(out) else {}
+        if not finished:
             print(f"max_hours={run.max_hours:g} is used up; the same command goes on from here")
             break
-        summary = runs.write_summary(out)
     return summary
 
 

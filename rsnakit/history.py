@@ -5,6 +5,7 @@ import pandas as pd
 from torch.utils.tensorboard import SummaryWriter
 
 from rsnakit import metrics
+from rsnakit.runs import OOF_COLUMNS
 
 
 def oof_rows(
@@ -13,7 +14,7 @@ def oof_rows(
     """Out-of-fold rows; an image without pixels gets the prior, as it does in inference."""
     scored = table.iloc[items].assign(score=scores.astype(np.float64))
     rows = pd.concat([scored, bad.assign(score=prior)], ignore_index=True).assign(fold=fold)
-    return rows[["patient_id", "laterality", "image_id", "fold", "cancer", "score"]]
+    return rows[OOF_COLUMNS]
 
 
 def train_rows(table: pd.DataFrame, items: np.ndarray, scores: np.ndarray) -> pd.DataFrame:

@@ -1,7 +1,6 @@
 """Runs and a competition to a submission: every breast of test.csv gets its row, whatever happens to its images."""
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -42,13 +41,11 @@ class Ensemble:
         models: by fold number, on the device, in evaluation mode.
         preprocess: the settings that shaped the pixels they were trained on.
         prior: share of positive images in their training.
-        threshold: the out-of-fold one of `summary.json`; None where there is no summary.
     """
 
     models: dict[int, torch.nn.Module]
     preprocess: PreprocessConfig
     prior: float
-    threshold: float | None
 
 
 def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
@@ -63,7 +60,7 @@ def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
         raise runs.RunError(f"{run}: no fold with best.safetensors and model.json; 03_train makes one")
     built, described = {}, {}
     for fold, folder in folders.items():
-        described[fold] = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        described[fold] = runs.read_model(folder)
         # Its own weights follow; the ones it began from are neither needed nor, on Kaggle, to be had.
         config = models.ModelConfig(**{**described[fold]["model"], "weights": "none"})
         built[fold] = models.load_weights(models.build_model(config), folder / "best.safetensors")
@@ -73,12 +70,10 @@ def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
         differences = runs.compare(first["preprocess"], other["preprocess"])
         if differences:
             raise runs.RunError(f"{run}: folds were trained on differently prepared images: {differences}")
-    summary = run / "summary.json"
     return Ensemble(
         models=built,
         preprocess=PreprocessConfig(**first["preprocess"]),
         prior=float(np.mean([model["prior"] for model in described.values()])),
-        threshold=json.loads(summary.read_text(encoding="utf-8"))["threshold"] if summary.exists() else None,
     )
 
 
@@ -199,16 +194,13 @@ def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]
         return None, "no threshold: the scores are submitted as they are"
     if config.threshold != "auto":
         return float(config.threshold), f"threshold {float(config.threshold):g}, as given"
-    path = run / "summary.json"
-    if not path.exists():
+    summary = runs.read_summary(run)
+    if summary is None:
         raise runs.RunError(
-            f"{path}: not found, and threshold='auto' is read from it; run 03_train to its end, or give one"
+            f"{run}: no summary.json, and threshold='auto' is read from it; run 03_train, or give a number"
         )
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    folds = ", ".join(map(str, summary["folds"]))
-    return summary[
-        "threshold"
-    ], f"threshold {summary['threshold']:.4f}, the best on the out-of-fold scores of fold {folds}"
+    threshold, folds = summary["threshold"], ", ".join(map(str, summary["folds"]))
+    return threshold, f"threshold {threshold:.4f}, the best on the out-of-fold scores of fold {folds}"
 
 
 def write_submission(

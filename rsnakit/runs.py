@@ -20,6 +20,7 @@ from rsnakit.files import write_json
 from rsnakit.store import config_hash
 
 PACKAGES = ("torch", "timm", "numpy", "pandas", "albumentations", "pydicom")
+OOF_COLUMNS = ["patient_id", "laterality", "image_id", "fold", "cancer", "score"]
 MAY_GROW = "train.epochs"  # the one setting of a run that may change: to more
 
 
@@ -128,31 +129,55 @@ def trained_folds(run: Path) -> dict[int, Path]:
     return {fold: folders[fold] for fold in sorted(folders) if (folders[fold] / "best.safetensors").exists()}
 
 
+def unfinished_folds(run: Path) -> dict[int, str]:
+    """Folds with weights whose training was stopped before its last epoch, with how far they came."""
+    planned = read_config(run)["train"]["epochs"]
+    done = {}
+    for fold, folder in trained_folds(run).items():
+        history = folder / "history.csv"  # written after the weights: a kill may have come between
+        done[fold] = len(pd.read_csv(history)) if history.exists() else read_model(folder)["epoch"]
+    return {fold: f"epoch {epochs} of {planned}" for fold, epochs in done.items() if epochs < planned}
+
+
 def read_config(run: Path) -> dict:
     """The settings a run was trained with."""
     return json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]
 
 
+def read_model(folder: Path) -> dict:
+    """What `model.json` of a fold's folder says of its weights."""
+    return json.loads((folder / "model.json").read_text(encoding="utf-8"))
+
+
+def read_summary(run: Path) -> dict | None:
+    """What `summary.json` of a run says; None where there is none."""
+    path = run / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
 def read_oof(run: Path) -> pd.DataFrame:
     """Out-of-fold scores of all folds there are: patient_id, laterality, image_id, fold, cancer, score."""
     ids = {"patient_id": str, "image_id": str}
-    return pd.concat([pd.read_csv(f / "oof.csv", dtype=ids) for f in trained_folds(run).values()], ignore_index=True)
+    frames = [pd.read_csv(folder / "oof.csv", dtype=ids) for folder in trained_folds(run).values()]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=OOF_COLUMNS)
 
 
 def write_summary(run: Path) -> dict:
     """Scores the out-of-fold predictions of the folds there are, per breast, and writes them to `summary.json`.
 
     Returns:
-        What was written: `folds`, `select`, `prior` (share of positive images in training), `scores` (as
-        `metrics.score_breasts` has them), `threshold` and `percentile` (best on these very scores, so their F1 flatters).
+        What was written: `folds`, `epochs` (of the weights kept), `unfinished` (see `unfinished_folds`), `select`, `prior`
+        (share of positive images in training), `scores` (as `metrics.score_breasts` has them), `threshold` and
+        `percentile` (the best on these very scores, so that their F1 flatters).
     """
     folders = trained_folds(run)
     breasts = metrics.to_breast(read_oof(run))
-    models = [json.loads((folder / "model.json").read_text(encoding="utf-8")) for folder in folders.values()]
+    models = [read_model(folder) for folder in folders.values()]
     threshold, _ = metrics.best_threshold(breasts["cancer"], breasts["score"])
     summary = {
         "folds": list(folders),
         "epochs": [model["epoch"] for model in models],
+        "unfinished": {str(fold): state for fold, state in unfinished_folds(run).items()},
         "select": models[0]["select"],
         "prior": sum(model["prior"] for model in models) / len(models),
         "threshold": float(threshold),
@@ -164,15 +189,18 @@ def write_summary(run: Path) -> dict:
 
 
 def summary_table(summary: dict) -> pd.DataFrame:
-    """The scores of a summary with their 95 % intervals, a row a score, for a notebook to show."""
+    """The scores of a summary with their 95 % intervals, a row a score, for a notebook to show; empty for no summary."""
     names = {
         "auc": "AUC",
         "average_precision": "average precision",
         "pf1": "pF1 of the raw scores",
         "naive_f1": "pF1 after the threshold (chosen on these scores: flatters)",
     }
+    columns = ["value", "95 % from", "to"]
+    if not summary:
+        return pd.DataFrame(columns=columns)
     rows = {text: [summary["scores"][name][k] for k in ("value", "low", "high")] for name, text in names.items()}
-    return pd.DataFrame.from_dict(rows, "index", columns=["value", "95 % from", "to"], dtype=float).round(3)
+    return pd.DataFrame.from_dict(rows, "index", columns=columns, dtype=float).round(3)
 
 
 def _write_config(folder: Path, settings: dict) -> None:

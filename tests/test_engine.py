@@ -121,7 +121,7 @@ def test_summary_has_the_threshold_of_the_out_of_fold_scores(finished):
 
     best = max(f1_score(breasts["cancer"], breasts["score"] >= t) for t in breasts["score"])
     assert f1_score(breasts["cancer"], breasts["score"] >= summary["threshold"]) == pytest.approx(best)
-    assert summary["folds"] == [0]
+    assert summary["folds"] == [0] and summary["unfinished"] == {}
     table = runs.summary_table(summary)
     assert (table["95 % from"] <= table["value"]).all() and (table["value"] <= table["to"]).all()
 
@@ -143,6 +143,7 @@ def test_a_run_stopped_by_the_clock_goes_on_to_the_same_weights(finished, store,
         assert engine.fit(*arguments, deadline=6.0) is False
     done = len(pd.read_csv(folder / "fold0" / "history.csv"))
     assert 1 <= done < 3
+    assert runs.unfinished_folds(folder) == {0: f"epoch {done} of 3"}
     assert engine.fit(*arguments)
     assert f"going on after epoch {done} of 3" in capsys.readouterr().out
     for name, tensor in weights(finished).items():

@@ -13,8 +13,8 @@ MODULES = {path.stem: path for path in (REPOSITORY / "rsnakit").glob("*.py") if 
 LADDER = (
     ("fields", "device", "files", "blocks", "codecs", "look", "metrics", "phantom", "tables", "workers"),
     ("params", "env", "dicom", "crop", "machines"),
-    ("store", "augment", "losses", "plots_data", "plots", "history", "checkpoint", "headers"),
-    ("models", "data", "preprocess", "demo", "runs", "loop"),
+    ("store", "augment", "losses", "plots_data", "plots", "runs", "history", "checkpoint", "headers"),
+    ("models", "data", "preprocess", "demo", "loop"),
     ("engine", "infer"),
 )
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
