@@ -23,6 +23,17 @@ class Linear(nn.Module):
         return {"cancer": (x.flatten(1) * self.weight).sum(1)}
 
 
+class Wrapped(nn.Module):
+    """Any network with one output as the kit's models are called."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return {"cancer": self.inner(x).squeeze(1)}
+
+
 def batches(n=24, size=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(n, 1, 2, 2, generator=generator)
@@ -113,16 +124,7 @@ def test_nan_stops_the_run_with_the_step_and_advice():
 
 def test_evaluation_scores_every_item_once_and_learns_nothing():
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-
-    class Wrapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return {"cancer": self.inner(x).squeeze(1)}
-
-    wrapped, loader = Wrapped(), batches(10)
+    wrapped, loader = Wrapped(model), batches(10)
     before = copy.deepcopy(wrapped.state_dict())
     found = evaluate(wrapped, loader, binary_cross_entropy_with_logits)
     again = evaluate(wrapped, loader, binary_cross_entropy_with_logits)
@@ -139,16 +141,7 @@ def test_evaluation_scores_every_item_once_and_learns_nothing():
 
 def test_training_after_evaluation_under_autocast_has_gradients():  # T07
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 1))
-
-    class Wrapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return {"cancer": self.inner(x).squeeze(1)}
-
-    wrapped, loader = Wrapped(), batches(8)
+    wrapped, loader = Wrapped(model), batches(8)
     loss = binary_cross_entropy_with_logits
     with torch.autocast("cpu", torch.bfloat16):
         evaluate(wrapped, loader, loss, precision="bf16")
