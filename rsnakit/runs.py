@@ -194,7 +194,7 @@ def summary_table(summary: dict) -> pd.DataFrame:
         "auc": "AUC",
         "average_precision": "average precision",
         "pf1": "pF1 of the raw scores",
-        "naive_f1": "pF1 after the threshold (chosen on these scores: flatters)",
+        "naive_f1": "pF1 at its best threshold (flatters)",
     }
     columns = ["value", "95 % from", "to"]
     if not summary:
