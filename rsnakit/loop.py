@@ -22,7 +22,10 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (B,) and l
 
 def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
     """The context in which forward runs in `fp32`, `bf16` or `fp16`."""
-    return torch.autocast(torch.device(device).type, DTYPES[precision], enabled=precision != "fp32")
+    # Without gradients nothing is cached: torch up to 2.10 at least would hand weights that were cast so to a training step
+    # in the same outer context, which then has no gradients.
+    cached = torch.is_grad_enabled()
+    return torch.autocast(torch.device(device).type, DTYPES[precision], precision != "fp32", cache_enabled=cached)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,8 @@ def montage(
     for ax, image, text, color in zip(axes.flat, images, titles, frames, strict=False):
         look.show_image(ax, image)
         ax.set_title(text, fontsize=9)
-        ax.spines[:].set(visible=color is not None, color=color or "white", linewidth=3)
+        for spine in ax.spines.values():
+            spine.set(visible=color is not None, color=color or "white", linewidth=3)
     for ax in axes.flat[len(images) :]:
         ax.set_axis_off()
     return look.titled(figure, title) if title else figure

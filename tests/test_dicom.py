@@ -126,11 +126,13 @@ def test_a_run_length_encoded_mammogram_equals_pydicom_and_its_own_header():
         (uid.JPEGLSLossless, imagecodecs.jpegls_encode),
         (uid.JPEG2000Lossless, j2k(12)),
         (uid.JPEG2000, j2k(12)),
-        (uid.HTJ2KLossless, imagecodecs.htj2k_encode),
+        (uid.HTJ2KLossless, getattr(imagecodecs, "htj2k_encode", None)),
         (uid.RLELossless, rle),
     ],
 )
 def test_every_coding_gives_back_what_was_written(tmp_path, syntax, encode):
+    if encode is None and syntax == uid.HTJ2KLossless:
+        pytest.skip("this imagecodecs cannot write HTJ2K")
     image = read_stored(write(tmp_path / "a.dcm", RAMP, encode, syntax))
     np.testing.assert_array_equal(image.pixels, RAMP)
     assert image.notes == ()

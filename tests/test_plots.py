@@ -74,7 +74,7 @@ def make_breasts(n: int = 200, seed: int = 0) -> pd.DataFrame:
 
 
 def title(figure) -> str:
-    return " ".join(figure.get_suptitle().split())
+    return " ".join(figure._suptitle.get_text().split())
 
 
 def bars(ax) -> list[Rectangle]:
