@@ -223,6 +223,7 @@ class _Trainer:
             dataset, batch_size, sampler=sampler, num_workers=workers, pin_memory=self.device.startswith("cuda"),
             drop_last=sampler is not None and count > 1 and count % batch_size == 1,  # one image has no batch statistics
             worker_init_fn=data.one_thread, persistent_workers=workers > 0,
+            generator=torch.Generator(),  # its own: what it draws for workers must not shift what dropout draws
         )  # fmt: skip
 
     def state(self) -> dict:

@@ -72,38 +72,39 @@ def train_one_epoch(
     model.train()
     losses, logits_seen, items = [], [], []
     norm_sum, taken, skipped = 0.0, 0, 0
-    progress = tqdm(loader, desc=description, unit="batch", leave=False, mininterval=1)
     last_read = 0.0
-    for batch in progress:
-        images, labels = batch["image"].to(device, non_blocking=True), batch["cancer"].to(device, non_blocking=True)
-        with autocast(device, precision):
-            logits = model(images)["cancer"]
-        loss = loss_of(logits, labels)
+    with _bar(loader, description) as progress:
+        for batch in loader:
+            images, labels = batch["image"].to(device, non_blocking=True), batch["cancer"].to(device, non_blocking=True)
+            with autocast(device, precision):
+                logits = model(images)["cancer"]
+            loss = loss_of(logits, labels)
 
-        optimizer.zero_grad(set_to_none=True)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # before clipping: a norm of scaled gradients would mean nothing
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.is_enabled() and scaler.get_scale() < scale:  # gradients overflowed: the step was not taken
-            skipped += 1
-        else:
-            scheduler.step()
-            norm_sum, taken = norm_sum + norm.detach(), taken + 1
+            optimizer.zero_grad(set_to_none=True)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)  # before clipping: a norm of scaled gradients would mean nothing
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.is_enabled() and scaler.get_scale() < scale:  # gradients overflowed: the step was not taken
+                skipped += 1
+            else:
+                scheduler.step()
+                norm_sum, taken = norm_sum + norm.detach(), taken + 1
 
-        # Kept on the device; reading them each step would make it wait for every one.
-        losses.append(loss.detach())
-        logits_seen.append(logits.detach())
-        items.append(batch["item"])
-        if time.monotonic() - last_read > READ_EVERY_S:
-            last_read = time.monotonic()
-            shown = {
-                "loss": f"{_mean_loss(losses, scaler.is_enabled()):.4f}",
-                "lr": f"{optimizer.param_groups[0]['lr']:.1e}",
-            }
-            progress.set_postfix(shown, refresh=False)
+            # Kept on the device; reading them each step would make it wait for every one.
+            losses.append(loss.detach())
+            logits_seen.append(logits.detach())
+            items.append(batch["item"])
+            if time.monotonic() - last_read > READ_EVERY_S:
+                last_read = time.monotonic()
+                shown = {
+                    "loss": f"{_mean_loss(losses, scaler.is_enabled()):.4f}",
+                    "lr": f"{optimizer.param_groups[0]['lr']:.1e}",
+                }
+                progress.set_postfix(shown, refresh=False)
+            progress.update()
     if not losses:
         raise ValueError("nothing to train on: the loader gave no batch")
     if not taken:
@@ -130,15 +131,24 @@ def evaluate(
     """Scores every image of a loader once; the arguments are those of `train_one_epoch`."""
     model.eval()
     losses, logits_seen, items = [], [], []
-    for batch in tqdm(loader, desc=description, unit="batch", leave=False, mininterval=1):
-        with autocast(device, precision):
-            logits = model(batch["image"].to(device, non_blocking=True))["cancer"]
-        losses.append(loss_of(logits, batch["cancer"].to(device)) * len(logits))
-        logits_seen.append(logits.float())
-        items.append(batch["item"])
+    with _bar(loader, description) as progress:
+        for batch in loader:
+            with autocast(device, precision):
+                logits = model(batch["image"].to(device, non_blocking=True))["cancer"]
+            losses.append(loss_of(logits, batch["cancer"].to(device)) * len(logits))
+            logits_seen.append(logits.float())
+            items.append(batch["item"])
+            progress.update()
     logits = torch.cat(logits_seen)
     loss = float(torch.stack(losses).sum()) / len(logits)
     return Scored(torch.cat(items).numpy(), logits.sigmoid().cpu().numpy(), loss)
+
+
+def _bar(loader: Iterable, description: str) -> tqdm:
+    """A progress bar beside the loop, not around the loader: tqdm begins an iteration of its own, and a loader draws from
+    torch's generator each time it begins one."""
+    total = len(loader) if hasattr(loader, "__len__") else None
+    return tqdm(total=total, desc=description, unit="batch", leave=False, mininterval=1)
 
 
 def _mean_loss(losses: list[torch.Tensor], skips: bool) -> float:

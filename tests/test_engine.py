@@ -206,6 +206,13 @@ def test_killed_at_any_moment_the_same_command_ends_the_same(finished, store, co
     assert list(tensorboard_points(folder / "fold0", "valid/auc")) == [1, 2, 3]
 
 
+def test_loader_processes_change_nothing(finished, store, table, tmp_path):  # A01, C04
+    folder = begin(tmp_path, store, table)
+    engine.fit_folds(table, store, MODEL, TRAIN, dataclasses.replace(RUN, num_workers=2), folder)
+    for name, tensor in weights(finished).items():
+        assert torch.equal(tensor, weights(folder)[name]), name
+
+
 def test_more_epochs_go_on_along_the_new_schedule(finished, store, table, tmp_path):
     folder = begin(tmp_path, store, table, name="mine")
     engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
