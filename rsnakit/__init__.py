@@ -8,6 +8,6 @@ import os
 __version__ = "0.1.0"
 
 # OpenMP's threads spin while they wait for each other. Where something else wants the cores too (loader processes, a
-# second notebook, a shared machine) that slows training down: measured on 2 cores with two trainings at once, 105 ms an
-# image against 55 with short spins, and alone the same. GNU's OpenMP, which torch brings, reads it when it is loaded.
+# second notebook, a shared machine) that slows training down, by three quarters with two trainings on two cores, and short
+# spins cost little alone (tests/bench/step_time.py). GNU's OpenMP, which torch brings, reads this when it is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -5,6 +5,7 @@ The epoch itself, in mixed precision, is in `loop`.
 
 import contextlib
 import dataclasses
+import difflib
 import math
 import time
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, list_optimizers
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
@@ -44,9 +45,13 @@ class TrainConfig:
     positive_target: float = setting(0.9, low=0.5, high=1.0)  # what the loss asks of a positive
     positive_weight: float = setting(1.0, low=0.0)  # negatives that a positive counts for in the loss
     augment: str = setting("light", choices=augment.NAMES)
-    select: str = setting(
-        "last", choices=("last", "pf1", "ap")
-    )  # weights kept: of the last epoch, or the best by a score
+    # Weights that are kept: those of the last epoch, or of the best by a score of the very fold, which flatters it.
+    select: str = setting("last", choices=("last", "pf1", "ap"))
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in list_optimizers():
+            near = ", ".join(difflib.get_close_matches(self.optimizer, list_optimizers(), 4, cutoff=0.3))
+            raise ValueError(f"optimizer: timm has no {self.optimizer!r}; near it: {near}")
 
 
 def ensure_demo_run(work: Path, competition: Path, run: env.RunConfig) -> None:
@@ -90,7 +95,11 @@ def fit_folds(
 
     Raises:
         rsnakit.data.TableError: the folds are not sound, or `run.fold` is none of them.
+        rsnakit.runs.RunError: the settings are not those that the run was opened with.
     """
+    runs.check_settings(
+        out, preprocess=store.manifest["preprocess"], model=model_config, train=config, data=data.fingerprint(table)
+    )
     folds = data.make_folds(table, config.n_folds, config.seed)
     wanted = range(config.n_folds) if run.fold == "all" else [int(run.fold)]
     if wanted[-1] >= config.n_folds:
@@ -146,6 +155,11 @@ def fit(
     with Lock(folder, f"fold {fold} of run {out.name}"):
         state = checkpoint.load(folder)
         if state and state["epoch"] >= config.epochs:
+            missing = [name for name in ("best.safetensors", "model.json", "oof.csv") if not (folder / name).exists()]
+            if missing:
+                raise runs.RunError(
+                    f"{folder}: finished, but without {', '.join(missing)}. Delete it to train it anew."
+                )
             print(
                 f"fold {fold}: finished at epoch {state['epoch']}. To begin anew, delete {folder} or give another run or seed"
             )
@@ -302,6 +316,7 @@ def _keep(trainer: _Trainer, oof: pd.DataFrame, prior: float, folder: Path) -> N
         "prior": prior,
         "epoch": trainer.epoch,
         "select": trainer.config.select,
+        "oof_rows": len(oof),
         "versions": runs.versions(),
     }
     write_json(folder / "model.json", model)

@@ -190,9 +190,18 @@ def work_folder(work_dir: str = "", environ: Environ = None, root: Path = ROOT, 
     return folder
 
 
-def submission_folder(work: Path, run: str, environ: Environ = None, root: Path = ROOT) -> Path:
-    """Where submission.csv goes: /kaggle/working on Kaggle, which looks for it there, else a run's folder in `work`."""
-    return root / "kaggle/working" if where(environ, root).name == "kaggle" else work / "submissions" / run
+def submission_folder(work: Path, run: RunConfig, name: str, environ: Environ = None, root: Path = ROOT) -> Path:
+    """Where submission.csv goes: /kaggle/working on Kaggle, which looks for it there, else a folder in `work` for the run.
+
+    With `run.debug`, which scores a few breasts only, a folder of its own everywhere, never in the place of a real one.
+
+    Args:
+        work: the work folder.
+        name: of the run that scores.
+    """
+    if run.debug:
+        return work / "submissions" / f"debug-{name}"
+    return root / "kaggle/working" if where(environ, root).name == "kaggle" else work / "submissions" / name
 
 
 def cores(root: Path = ROOT) -> int:

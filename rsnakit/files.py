@@ -53,6 +53,19 @@ def write_json(path: Path | str, value: object) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: Path | str) -> dict:
+    """Reads what `write_json` wrote.
+
+    Raises:
+        ValueError: it is no JSON; the message names the file.
+        FileNotFoundError: there is none.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: cut short or damaged, it cannot be read as JSON ({error})") from error
+
+
 class Lock:
     """The right to write to a folder, as a context manager: `with Lock(folder, "fold 0 of run x"): ...`.
 

@@ -188,7 +188,7 @@ def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]
     """The threshold that the settings mean for a run, None for none, and a sentence on where it comes from.
 
     Raises:
-        rsnakit.runs.RunError: `auto`, and the run has no summary.
+        rsnakit.runs.RunError: `auto`, and the run has no summary, or one of other folds.
     """
     if config.threshold == "none":
         return None, "no threshold: the scores are submitted as they are"
@@ -198,6 +198,11 @@ def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]
     if summary is None:
         raise runs.RunError(
             f"{run}: no summary.json, and threshold='auto' is read from it; run 03_train, or give a number"
+        )
+    if summary["folds"] != list(runs.trained_folds(run)):
+        raise runs.RunError(
+            f"{run}: the threshold in summary.json is that of folds {summary['folds']}, and there are weights of folds "
+            f"{list(runs.trained_folds(run))}. Run 03_train again, which rewrites it, or give a number."
         )
     threshold, folds = summary["threshold"], ", ".join(map(str, summary["folds"]))
     return threshold, f"threshold {threshold:.4f}, the best on the out-of-fold scores of fold {folds}"

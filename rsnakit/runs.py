@@ -7,6 +7,7 @@ work/runs/<name>/config.json          settings that decide the result, versions,
 
 import dataclasses
 import json
+import re
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,7 @@ import pandas as pd
 
 import rsnakit
 from rsnakit import metrics
-from rsnakit.files import write_json
+from rsnakit.files import read_json, write_json
 from rsnakit.store import config_hash
 
 PACKAGES = ("torch", "timm", "numpy", "pandas", "albumentations", "pydicom")
@@ -56,7 +57,7 @@ def open_run(work: Path, name: str, settings: dict) -> Path:
     folder = work / "runs" / (name or run_name(settings))
     path = folder / "config.json"
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        before = read_config(folder)
         differences = compare(before, settings)
         epochs = differences.pop(MAY_GROW, None)
         if epochs and (not epochs[0] or epochs[1] < epochs[0]):
@@ -102,7 +103,7 @@ def find_run(work: Path, name: str, is_demo: bool) -> Path:
     Raises:
         RunError: there is none; the message lists those there are.
     """
-    there = sorted(p.parent for p in (work / "runs").glob("*/config.json") if trained_folds(p.parent))
+    there = sorted(p.parent for p in (work / "runs").glob("*/config.json") if begun_folds(p.parent))
     if name:
         folder = work / "runs" / name
         if folder in there:
@@ -120,20 +121,57 @@ def find_run(work: Path, name: str, is_demo: bool) -> Path:
         raise RunError(
             f"{work / 'runs'}: no run trained on a {what} yet.{others} `papermill 03_train.ipynb` makes one."
         )
-    return max(fitting, key=lambda p: max(f.stat().st_mtime for f in p.glob("fold*/model.json")))
+    # One with a summary before one that was killed in its first epoch; of several, the one last written to.
+    return max(fitting, key=lambda p: ((p / "summary.json").exists(), _last_written(p)))
+
+
+def _last_written(run: Path) -> float:
+    return max((folder / "model.json").stat().st_mtime for folder in begun_folds(run).values())
+
+
+def differences_in_kind(run: Path, is_demo: bool) -> str:
+    """A sentence on a run that was not trained for this kind of data: on the demo or not, on a few patients; else ""."""
+    settings, notes = read_config(run), []
+    if settings["is_demo"] != is_demo:
+        trained, here = ("the demo", "real data") if settings["is_demo"] else ("real data", "the demo")
+        notes.append(f"it was trained on {trained}, and this is {here}")
+    if settings["debug"]:
+        notes.append("it was trained on a few patients, with debug")
+    return f"NOTE on run {run.name}: {'; '.join(notes)}." if notes else ""
+
+
+def check_settings(run: Path, **now: object) -> None:
+    """Stops (RunError) where parts of the settings (`train=...`, a config or plain value) are not those of `config.json`:
+    in a notebook, a parameter was changed and the cell that opens the run was not run again."""
+    plain = {name: dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part for name, part in now.items()}
+    before = read_config(run)
+    differences = compare({name: before[name] for name in plain}, json.loads(json.dumps(plain)))
+    if differences:
+        raise RunError(
+            f"{run}: not the settings that this run was opened with:\n{_show(differences)}\n"
+            "Run the cell with open_run again: it takes them into this run, or begins another."
+        )
 
 
 def trained_folds(run: Path) -> dict[int, Path]:
-    """The folders of a run's folds that have weights, by fold number."""
-    folders = {int(p.parent.name.removeprefix("fold")): p.parent for p in run.glob("fold*/model.json")}
+    """The folders of the folds whose weights are to be used, by fold number: those that are finished, or, as long as none
+    is, those that were begun."""
+    begun = begun_folds(run)
+    finished = {fold: folder for fold, folder in begun.items() if fold not in unfinished_folds(run)}
+    return finished or begun
+
+
+def begun_folds(run: Path) -> dict[int, Path]:
+    """The folders of all folds that have weights, by fold number."""
+    named = {re.fullmatch(r"fold(\d+)", p.parent.name): p.parent for p in run.glob("fold*/model.json")}
+    folders = {int(name[1]): folder for name, folder in named.items() if name}
     return {fold: folders[fold] for fold in sorted(folders) if (folders[fold] / "best.safetensors").exists()}
 
 
 def unfinished_folds(run: Path) -> dict[int, str]:
     """Folds with weights whose training was stopped before its last epoch, with how far they came."""
-    planned = read_config(run)["train"]["epochs"]
-    done = {}
-    for fold, folder in trained_folds(run).items():
+    planned, done = read_config(run)["train"]["epochs"], {}
+    for fold, folder in begun_folds(run).items():
         history = folder / "history.csv"  # written after the weights: a kill may have come between
         done[fold] = len(pd.read_csv(history)) if history.exists() else read_model(folder)["epoch"]
     return {fold: f"epoch {epochs} of {planned}" for fold, epochs in done.items() if epochs < planned}
@@ -141,25 +179,37 @@ def unfinished_folds(run: Path) -> dict[int, str]:
 
 def read_config(run: Path) -> dict:
     """The settings a run was trained with."""
-    return json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]
+    return read_json(run / "config.json")["settings"]
 
 
 def read_model(folder: Path) -> dict:
     """What `model.json` of a fold's folder says of its weights."""
-    return json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    return read_json(folder / "model.json")
 
 
 def read_summary(run: Path) -> dict | None:
     """What `summary.json` of a run says; None where there is none."""
     path = run / "summary.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def read_oof(run: Path) -> pd.DataFrame:
-    """Out-of-fold scores of all folds there are: patient_id, laterality, image_id, fold, cancer, score."""
-    ids = {"patient_id": str, "image_id": str}
-    frames = [pd.read_csv(folder / "oof.csv", dtype=ids) for folder in trained_folds(run).values()]
+    """Out-of-fold scores of the run's folds: patient_id, laterality, image_id, fold, cancer, score.
+
+    Raises:
+        RunError: a fold's oof.csv is not there, or not whole.
+    """
+    frames = [_read_fold_oof(folder) for folder in trained_folds(run).values()]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=OOF_COLUMNS)
+
+
+def _read_fold_oof(folder: Path) -> pd.DataFrame:
+    path, expected = folder / "oof.csv", read_model(folder).get("oof_rows")
+    found = pd.read_csv(path, dtype={"patient_id": str, "image_id": str}) if path.exists() else None
+    if found is None or list(found.columns) != OOF_COLUMNS or len(found) != (expected or len(found)):
+        state = "not there" if found is None else f"{len(found)} rows, {expected} were written"
+        raise RunError(f"{path}: {state}. Delete {folder} and train this fold again.")
+    return found
 
 
 def write_summary(run: Path) -> dict:

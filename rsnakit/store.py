@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from rsnakit.blocks import BLOCK, Blocks, dequantize_blocks, quantize_blocks
-from rsnakit.files import replacing, write_json
+from rsnakit.files import read_json, replacing, write_json
 
 FORMATS = ("block8", "raw16")
 INDEX_COLUMNS = (
@@ -131,9 +131,11 @@ def decode_record(record: np.ndarray, image_format: str, shape: tuple[int, int])
 def read_manifest(path: Path) -> dict:
     """The manifest of a store's folder; StoreError where there is none or its format is unknown."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(path / "manifest.json")
     except FileNotFoundError:
         raise StoreError(f"{path}: no image store here (no manifest.json). 02_preprocess makes one.") from None
+    except ValueError as error:
+        raise StoreError(f"{error}. Delete the store {path} and make it again.") from error
     if manifest["format"] not in FORMATS:
         raise StoreError(f"{path}: images in format {manifest['format']!r}; this version reads {', '.join(FORMATS)}")
     return manifest
@@ -209,8 +211,12 @@ def read_index(path: Path) -> pd.DataFrame:
     try:
         text = (path / "index.csv").read_text(encoding="utf-8")
     except FileNotFoundError:
-        text = ",".join(INDEX_COLUMNS) + "\n"
-    whole = text[: text.rfind("\n") + 1]
+        text = ""
+    whole = text[: text.rfind("\n") + 1] or ",".join(INDEX_COLUMNS) + "\n"
+    if whole.split("\n", 1)[0] != ",".join(INDEX_COLUMNS):
+        raise StoreError(
+            f"{path / 'index.csv'}: not the index of a store, its first line is {whole[:60]!r}. Delete the store."
+        )
     strings = {name: str for name in ("patient_id", "image_id", "status", "reason")}
     index = pd.read_csv(io.StringIO(whole), dtype=strings, keep_default_na=False, na_values={"seconds": [""]})
     index = index.drop_duplicates("row", keep="last")  # an image tried again has a later line

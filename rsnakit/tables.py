@@ -180,7 +180,8 @@ def make_folds(table: pd.DataFrame, n_folds: int, seed: int) -> pd.Series:
     if (counts["positive breasts"] == 0).any() or (negative == 0).any():
         raise TableError(
             f"a fold without positives, or without negatives, cannot be scored:\n{counts.to_string()}\n"
-            f"Take fewer folds than {n_folds}: of {len(patients)} patients {int(patients['cancer'].sum())} have cancer."
+            f"Of {len(patients)} patients {int(patients['cancer'].sum())} have cancer; "
+            f"{f'take fewer folds than {n_folds}' if n_folds > 2 else 'two folds need two with and two without'}."
         )
     return folds
 

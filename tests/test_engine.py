@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,6 +258,35 @@ def test_a_changed_setting_starts_another_run_and_a_named_run_refuses_it(finishe
         begin(tmp_path, store, table.iloc[1:], name="mine")
 
 
+def test_settings_changed_under_an_open_run_are_refused(finished, store, table):
+    other = dataclasses.replace(TRAIN, lr=0.5)
+    with pytest.raises(
+        runs.RunError, match=r"(?s)train\.lr: 0\.003 before, 0\.5 now.*Run the cell with open_run again"
+    ):
+        engine.fit_folds(table, store, MODEL, other, RUN, finished)
+    with pytest.raises(runs.RunError, match=r"model\.dropout"):
+        engine.fit_folds(table, store, dataclasses.replace(MODEL, dropout=0.1), TRAIN, RUN, finished)
+
+
+def test_a_finished_fold_that_lost_a_file_is_said(finished, store, table, tmp_path):
+    folder = tmp_path / "runs" / "copy"
+    shutil.copytree(finished, folder)
+    whole = (folder / "fold0" / "oof.csv").read_text()
+    (folder / "fold0" / "oof.csv").write_text(whole[: len(whole) // 2])
+    with pytest.raises(runs.RunError, match=r"oof\.csv: \d+ rows, \d+ were written\. Delete .*fold0"):
+        engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+    (folder / "fold0" / "best.safetensors").unlink()
+    with pytest.raises(runs.RunError, match=r"fold0: finished, but without best\.safetensors\. Delete it"):
+        engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+
+
+def test_names_that_timm_does_not_have_are_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="optimizer: timm has no 'adamww'; near it: adamw"):
+        TrainConfig(optimizer="adamww")
+    with pytest.raises(ValueError, match=r"no model 'resnet1'; near it: .*resnet18"):
+        ModelConfig(backbone="resnet1")
+
+
 def test_all_folds_one_after_another(store, table, tmp_path):
     config = dataclasses.replace(TRAIN, epochs=1)
     folder = begin(tmp_path, store, table, config)
@@ -279,8 +309,9 @@ def test_a_patient_on_both_sides_stops_training(finished, store, table):  # V04
 
 
 def test_a_second_writer_of_a_fold_is_refused(finished, store, table):
+    folds = data.make_folds(table, TRAIN.n_folds, TRAIN.seed)
     with Lock(finished / "fold0", "test"), pytest.raises(LockedError, match="fold 0 of run"):
-        engine.fit_folds(table, store, MODEL, dataclasses.replace(TRAIN, epochs=4), RUN, finished)
+        engine.fit(0, table, folds, store, MODEL, TRAIN, RUN, finished)
 
 
 def test_a_cut_checkpoint_falls_back_to_the_one_before(tmp_path, caplog):  # C01

@@ -310,3 +310,12 @@ def test_run_config():
     for wrong in ({"fold": "first"}, {"fold": -1}, {"device": "gpu"}, {"run": "a/b"}, {"run": ".."}, {"n_jobs": -1}):
         with pytest.raises(params.ParameterError, match=next(iter(wrong))):
             params.from_mapping(wrong, env.RunConfig)
+
+
+def test_submissions_go_where_kaggle_looks_and_debug_never_does(tmp_path):
+    work, real, debug = tmp_path / "work", env.RunConfig(), env.RunConfig(debug=True)
+    kaggle = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
+    assert env.submission_folder(work, real, "r", {}, tmp_path) == work / "submissions" / "r"
+    assert env.submission_folder(work, real, "r", kaggle, tmp_path) == tmp_path / "kaggle" / "working"
+    for environ in ({}, kaggle):
+        assert env.submission_folder(work, debug, "r", environ, tmp_path) == work / "submissions" / "debug-r"

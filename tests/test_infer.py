@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rsnakit import data, infer, models, preprocess, runs
+from rsnakit.engine import TrainConfig
 from rsnakit.env import RunConfig
 from rsnakit.infer import InferConfig, SubmissionError
 from rsnakit.models import ModelConfig
@@ -25,7 +26,7 @@ PRIOR = 0.0625
 def make_run(work, name="run", folds=2, preprocess_config=SMALL, threshold=0.5, is_demo=True, debug=False):
     """A run as training leaves it, with random weights: another model in each fold."""
     folder = work / "runs" / name
-    settings = runs.settings_of(preprocess_config, MODEL, MODEL, "data", is_demo, debug)
+    settings = runs.settings_of(preprocess_config, MODEL, TrainConfig(epochs=1), "data", is_demo, debug)
     runs.open_run(work, name, settings)
     for fold in range(folds):
         torch.manual_seed(fold)
@@ -251,6 +252,36 @@ def test_debug_looks_at_a_few_breasts_and_keeps_every_row(competition, run, repo
     np.testing.assert_allclose(found.loc[looked_at, "score"], report.loc[looked_at, "score"], atol=1e-6)
 
 
+def test_a_fold_that_was_stopped_is_left_out_where_another_is_finished(tmp_path):
+    """And the threshold has to be that of the folds that score."""
+    stopped = make_run(tmp_path, folds=2)
+    pd.DataFrame({"epoch": []}).to_csv(stopped / "fold1" / "history.csv", index=False)
+    (stopped / "fold1_old").mkdir()
+    shutil.copy(stopped / "fold0" / "model.json", stopped / "fold1_old")
+    assert runs.unfinished_folds(stopped) == {1: "epoch 0 of 1"}
+    assert list(infer.load_ensemble(stopped).models) == [0]
+    with pytest.raises(runs.RunError, match=r"that of folds \[0, 1\], and there are weights of folds \[0\]"):
+        infer.choose_threshold(InferConfig(), stopped)
+    pd.DataFrame({"epoch": []}).to_csv(stopped / "fold0" / "history.csv", index=False)
+    assert list(infer.load_ensemble(stopped).models) == [0, 1]  # none is finished: those there are
+
+
+def test_a_run_of_another_kind_of_data_is_said(tmp_path):
+    assert runs.differences_in_kind(make_run(tmp_path, "a"), is_demo=True) == ""
+    assert "trained on the demo, and this is real data" in runs.differences_in_kind(tmp_path / "runs" / "a", False)
+    real = make_run(tmp_path, "b", is_demo=False, debug=True)
+    assert "few patients" in runs.differences_in_kind(real, False)
+
+
+@pytest.mark.parametrize("name", ["fold0/model.json", "summary.json", "config.json"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    run = make_run(tmp_path)
+    (run / name).write_text((run / name).read_text()[:20])
+    with pytest.raises(ValueError, match=f"{name}: cut short or damaged"):
+        infer.load_ensemble(run)
+        infer.choose_threshold(InferConfig(), run)
+
+
 def test_which_run_is_taken(tmp_path):
     with pytest.raises(runs.RunError, match="no run trained on a demo yet"):
         runs.find_run(tmp_path, "", is_demo=True)
@@ -265,6 +296,9 @@ def test_which_run_is_taken(tmp_path):
     assert runs.find_run(tmp_path, "", is_demo=False) == real
     with pytest.raises(runs.RunError, match="runs there are: debug, old, real, real debug"):
         runs.find_run(tmp_path, "nothing", is_demo=True)
+    killed = make_run(tmp_path, "killed", is_demo=False, threshold=None)  # newer, but without a summary
+    assert runs.find_run(tmp_path, "", is_demo=False) == real
+    assert runs.find_run(tmp_path, "killed", is_demo=False) == killed
     (tmp_path / "runs" / "half" / "fold0").mkdir(parents=True)
     (tmp_path / "runs" / "half" / "config.json").write_text("{}")
     with pytest.raises(runs.RunError, match="no run with a trained fold"):

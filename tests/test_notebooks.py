@@ -70,6 +70,11 @@ def test_one_after_another_with_one_yaml_for_all(work, tmp_path):
     assert "finished at epoch 1" in text_of(run("03_train", tmp_path / "again.ipynb", **common))
     run("03_train", tmp_path / "all.ipynb", **common, fold="all")
     assert json.loads((folder / "summary.json").read_text())["folds"] == [0, 1]
+    # A look at a few breasts never stands in the place of the real submission.
+    before = (out / "submission.csv").read_bytes()
+    debug = {**common, "run": folder.name, "debug": True, "data_dir": str(competition)}
+    run("04_inference", tmp_path / "debug.ipynb", **debug)
+    assert (out / "submission.csv").read_bytes() == before
     # The settings that shape pixels travel with the weights: others are refused by name.
     with pytest.raises(papermill.PapermillExecutionError, match=r"height=128 \(trained with 64\)"):
         run("04_inference", tmp_path / "other.ipynb", **{**common, "height": 128})
