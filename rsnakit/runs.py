@@ -156,9 +156,8 @@ def check_settings(run: Path, **now: object) -> None:
 def trained_folds(run: Path) -> dict[int, Path]:
     """The folders of the folds whose weights are to be used, by fold number: those that are finished, or, as long as none
     is, those that were begun."""
-    begun = begun_folds(run)
-    finished = {fold: folder for fold, folder in begun.items() if fold not in unfinished_folds(run)}
-    return finished or begun
+    begun, unfinished = begun_folds(run), unfinished_folds(run)
+    return {fold: folder for fold, folder in begun.items() if fold not in unfinished} or begun
 
 
 def begun_folds(run: Path) -> dict[int, Path]:
