@@ -35,12 +35,12 @@ def side_scores(side: str, rows: pd.DataFrame) -> dict[str, float]:
 
 
 def line(row: dict, epochs: int) -> str:
-    """A row of the history as it is printed after its epoch."""
+    """A row of the history as it is printed after its epoch; `best cut` is the pF1 at the threshold that is best there."""
     mark = " (resampled)" if row["train_resampled"] else ""
     return (
-        f"epoch {row['epoch']}/{epochs}  lr {row['lr']:.1e}  {row['seconds']:.0f} s  |  "
-        f"train{mark}: loss {row['train_loss']:.3f}, pF1 {row['train_pf1']:.3f}, AUC {row['train_auc']:.3f}  |  "
-        f"validation: loss {row['valid_loss']:.3f}, pF1 {row['valid_pf1']:.3f} (at the best threshold {row['valid_f1']:.3f}), "
+        f"epoch {row['epoch']}/{epochs}, {row['seconds']:.0f} s, lr {row['lr']:.0e} | "
+        f"train{mark} loss {row['train_loss']:.3f} pF1 {row['train_pf1']:.3f} AUC {row['train_auc']:.3f} | "
+        f"valid loss {row['valid_loss']:.3f} pF1 {row['valid_pf1']:.3f} (best cut {row['valid_f1']:.3f}) "
         f"AUC {row['valid_auc']:.3f}"
     )
 

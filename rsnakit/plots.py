@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from rsnakit import look
 from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, TRAIN, VALIDATION, WIDTH, number, percent
@@ -165,8 +165,10 @@ def score_histogram(breasts: pd.DataFrame, threshold: float | None = None) -> Fi
     if drawn:
         ax.axvline(threshold, color="black", linestyle="--", linewidth=1.2, label=f"threshold {threshold:.3g}")
     ax.set(yscale="log", ylim=(0.7, None), xlabel="score of a breast", ylabel="breasts (log scale)")
+    ticks = [step * 10**power for power in range(6) for step in (1, 2, 5)]
+    ax.set_yticks([tick for tick in ticks if tick <= ax.get_ylim()[1]])
     ax.yaxis.set_major_formatter("{x:,.0f}")
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_minor_locator(NullLocator())
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     note = f" ({lost:,} scores are NaN or infinite and left out)" if lost else ""
     return look.titled(figure, _scores_title(breasts, threshold) + note)
