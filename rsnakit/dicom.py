@@ -19,7 +19,15 @@ from pydicom.pixels import get_decoder
 from rsnakit.codecs import CODECS, missing_decoder, read_codestream
 
 __all__ = [
-    "DicomError", "Stored", "is_blank", "missing_decoder", "read_header", "read_stored", "to_display", "transfer_syntax",
+    "DicomError",
+    "Stored",
+    "header_numbers",
+    "is_blank",
+    "missing_decoder",
+    "read_header",
+    "read_stored",
+    "to_display",
+    "transfer_syntax",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -248,7 +256,7 @@ def _modality(values: np.ndarray, header: pydicom.Dataset) -> np.ndarray:
     if lut := _lut(header, "ModalityLUTSequence", signed=header.get("PixelRepresentation") == 1):
         data, first, _ = lut
         return data[np.clip(values - first, 0, len(data) - 1)].astype(np.float64)
-    slope, intercept = (_numbers(header, keyword) for keyword in ("RescaleSlope", "RescaleIntercept"))
+    slope, intercept = (header_numbers(header, keyword) for keyword in ("RescaleSlope", "RescaleIntercept"))
     return values.astype(np.float64) * (slope or (1,))[0] + (intercept or (0,))[0]
 
 
@@ -276,7 +284,7 @@ def _lut(header: pydicom.Dataset, keyword: str, signed: bool) -> tuple[np.ndarra
 
 def _window(units: np.ndarray, header: pydicom.Dataset) -> np.ndarray | None:
     """DICOM PS3.3 C.11.2.1.2 (LINEAR) and C.11.2.1.3 (SIGMOID, LINEAR_EXACT); None where there is no usable window."""
-    centers, widths = _numbers(header, "WindowCenter"), _numbers(header, "WindowWidth")
+    centers, widths = header_numbers(header, "WindowCenter"), header_numbers(header, "WindowWidth")
     if len(centers) != len(widths):
         _log(header, f"{len(centers)} WindowCenter and {len(widths)} WindowWidth: the first of both is used, if any")
     if not centers or not widths:
@@ -298,7 +306,7 @@ def _window(units: np.ndarray, header: pydicom.Dataset) -> np.ndarray | None:
     return np.clip((units - center) / width + 0.5, 0, 1)
 
 
-def _numbers(header: pydicom.Dataset, keyword: str) -> tuple[float, ...]:
+def header_numbers(header: pydicom.Dataset, keyword: str) -> tuple[float, ...]:
     """Finite numbers of a decimal string element; () where it is absent, empty or unreadable."""
     try:
         value = header.get(keyword)

@@ -1,6 +1,5 @@
 """What the headers of a competition say, before any pixel is decoded: sizes, encodings, windows, missing decoders."""
 
-import logging
 import os
 
 import numpy as np
@@ -79,7 +78,9 @@ def _row(file: tuple) -> dict:
 
 def _fields(header: Dataset) -> dict:
     syntax = dicom.transfer_syntax(header)
-    pairs = list(zip(_numbers(header, "WindowCenter"), _numbers(header, "WindowWidth"), strict=False))
+    pairs = list(
+        zip(dicom.header_numbers(header, "WindowCenter"), dicom.header_numbers(header, "WindowWidth"), strict=False)
+    )
     center, width = pairs[0] if pairs else (None, None)
     sizes = {name: _number(header, keyword) for name, keyword in _NUMBERS.items()}
     words = {name: _text(header, keyword) for name, keyword in _WORDS.items()}
@@ -101,20 +102,8 @@ _WORDS = {
 
 
 def _number(header: Dataset, keyword: str) -> int | None:
-    numbers = _numbers(header, keyword)
+    numbers = dicom.header_numbers(header, keyword)
     return int(numbers[0]) if numbers else None
-
-
-def _numbers(header: Dataset, keyword: str) -> list[float]:
-    """Finite numbers of an element; none where it is absent, empty or no number."""
-    try:
-        value = header.get(keyword)
-        values = np.atleast_1d(np.asarray(value, dtype=object))
-        numbers = [float(number) for number in values if number not in (None, "")]
-        return numbers if np.isfinite(numbers).all() else []
-    except (TypeError, ValueError) as error:
-        logging.getLogger(__name__).warning("%s: unreadable %s: %s", getattr(header, "filename", ""), keyword, error)
-        return []
 
 
 def _text(header: Dataset, keyword: str) -> str | None:

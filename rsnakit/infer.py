@@ -150,7 +150,7 @@ def _score(ensemble: Ensemble, images: torch.Tensor, device: str, precision: str
     for model in ensemble.models.values():
         with autocast(device, precision):
             logits = model(images)["cancer"]
-        total += logits.double().sigmoid().cpu()
+        total += logits.cpu().double().sigmoid()  # on the CPU: Apple's GPUs have no float64
     return (total / len(ensemble.models)).numpy()
 
 
