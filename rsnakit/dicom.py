@@ -1,39 +1,41 @@
 """One DICOM file to stored values (`read_stored`), and stored values to what a viewer would show (`to_display`).
 
 It reads and never writes. Damage is refused with one `DicomError` a file; what could be put right is told in
-`Stored.notes`, and a header's display settings that make no sense are logged and passed over.
+`Stored.notes`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 
 import numpy as np
 import pydicom
 from pydicom import uid
-from pydicom.encaps import get_frame
-from pydicom.pixels import get_decoder
 
-from rsnakit.codecs import CODECS, missing_decoder, read_codestream
+from rsnakit import codecs
+from rsnakit.bits import Bits, settle
+from rsnakit.codecs import FAMILIES, backends, missing_decoder
+from rsnakit.codestream import MAX_PIXELS, Codestream, read_codestream
+from rsnakit.dicomfile import DicomFile, find_pixel_data, parse_header, read_coded, read_uncompressed
+from rsnakit.display import shading, to_display
+from rsnakit.elements import header_integer, header_numbers, photometric, transfer_syntax
 
 __all__ = [
     "DicomError",
+    "Encoded",
     "Stored",
+    "backends",
     "header_numbers",
     "is_blank",
     "missing_decoder",
+    "read_encoded",
     "read_header",
     "read_stored",
+    "shading",
     "to_display",
     "transfer_syntax",
 ]  # fmt: skip
-
-logger = logging.getLogger(__name__)
-
-MAX_PIXELS = 2**28  # of a compressed image: some ten times the largest mammogram, and 512 MiB of 16-bit values
-ZERO_RUN = 4096  # bytes of 0 in a row that no JPEG 2000 coder writes, while an unfinished copy of a file does
 
 
 class DicomError(Exception):
@@ -49,79 +51,151 @@ class DicomError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A decoded file: `pixels` (H, W) in stored units, `header` without pixel data, `notes` on what was put right."""
+    """A decoded file: `pixels` (H, W) in stored units, `header` without pixel data, `notes` on what was put right.
+
+    The header's BitsAllocated, BitsStored, HighBit and PixelRepresentation are those of `pixels`. Uncompressed pixels may be
+    read-only. `span` is the smallest and the largest value of the whole image where `pixels` are a smaller one, which may
+    reach beyond; None means those of `pixels`.
+    """
 
     pixels: np.ndarray
     header: pydicom.Dataset
     notes: tuple[str, ...] = ()
+    span: tuple[int, int] | None = None
 
 
-def read_stored(path: str | os.PathLike) -> Stored:
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A file whose header and first frame are read and held against each other, and not decoded yet.
+
+    Attributes:
+        path: the file.
+        header: without pixel data; all that is decoded from it shares it.
+        frame: as it is coded, or the values themselves where they are not compressed.
+        bits: which bits of a value are the image's, by the header.
+        backend: the decoder that is taken; "" for uncompressed values.
+        reductions: how many times the frame can be halved while it is decoded, which takes less time each time; 0 where
+            it can only be decoded whole. JPEG 2000 alone holds its image at smaller sizes too, and Pillow decodes those.
+        notes: on what was put right in reading.
+    """
+
+    path: str
+    header: pydicom.Dataset
+    frame: Codestream | np.ndarray
+    bits: Bits
+    backend: str = ""
+    reductions: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the whole frame."""
+        return self.frame.shape
+
+    def decode(self, reduce: int = 0) -> Stored:
+        """The stored values as `read_stored` gives them, at 1 / 2**reduce of rows and columns, rounded up.
+
+        Where the frame cannot be halved so often in decoding, the whole one is decoded and averaged down, with a note.
+        """
+        notes = list(self.notes)
+        try:
+            pixels, span = self._whole_or_reduced(reduce, notes)
+        except Exception as error:
+            raise DicomError(self.path, _cause(error)) from error
+        return Stored(pixels, self.header, tuple(notes), span)
+
+    def _whole_or_reduced(self, reduce: int, notes: list[str]) -> tuple[np.ndarray, tuple[int, int] | None]:
+        if not 0 <= reduce < 16:
+            raise ValueError(f"reduce={reduce!r}: expected 0 to 15")
+        reason = f"it can be halved {self.reductions} times in decoding"
+        if 0 < reduce <= self.reductions:
+            try:
+                pixels = self._settled(codecs.decode_reduced(self.frame, reduce), notes)
+                return pixels, _span_of_reduced(pixels)
+            except MemoryError:
+                raise
+            except Exception as error:
+                reason = f"decoding it so small failed with {_cause(error)}"
+        whole = codecs.decode(self.frame, self.backend) if isinstance(self.frame, Codestream) else self.frame
+        pixels = self._settled(whole, notes)
+        if not reduce:
+            return pixels, None
+        notes.append(f"averaged to 1/{2**reduce} of its size: {reason}")
+        return _average(pixels, 2**reduce), _extremes(pixels)
+
+    def _settled(self, coded: np.ndarray, notes: list[str]) -> np.ndarray:
+        if isinstance(self.frame, Codestream):
+            precision, says_sign = self.frame.precision, codecs.says_sign(self.frame)
+        else:
+            precision, says_sign = 8 * coded.dtype.itemsize, False
+        pixels, bits = settle(coded, precision, self.bits, notes, says_sign)
+        self.header.BitsAllocated, self.header.PixelRepresentation = 8 * pixels.dtype.itemsize, int(bits.signed)
+        self.header.BitsStored, self.header.HighBit = bits.stored, bits.high
+        return pixels
+
+
+def read_encoded(path: str | os.PathLike, backend: str = "") -> Encoded:
+    """A file's header and first frame, checked against each other before any pixel is decoded; raises DicomError.
+
+    Args:
+        path: the file.
+        backend: the decoder to take, one of `backends`' names; "" takes the first that is installed and can.
+    """
+    notes: list[str] = []
+    try:
+        with DicomFile(path) as file:
+            header = parse_header(file, notes)
+            shape, bits = _check_header(header, notes)
+            frame = _read_frame(file, header, shape, notes)
+        if not isinstance(frame, Codestream):
+            return Encoded(str(path), header, frame, bits, notes=tuple(notes))
+        backend = codecs.choose_backend(frame, backend)
+        # Halving goes before what _settled does to bits and signs, and would average over a jump between values.
+        is_plain = not bits.signed and frame.precision <= bits.stored
+        reductions = codecs.reductions(frame) if is_plain else 0
+        return Encoded(str(path), header, frame, bits, backend, reductions, (*notes, *frame.notes))
+    except Exception as error:
+        raise DicomError(path, _cause(error)) from error
+
+
+def read_stored(path: str | os.PathLike, backend: str = "") -> Stored:
     """Decode the first frame of a single-channel file to stored values, sign and BitsStored applied.
 
-    Where header and codestream disagree, the codestream decides the precision and the header the sign: the bits that
-    were coded are read as two's complement of that precision if PixelRepresentation is 1. Bits above BitsStored are
-    masked off, unless the image is smoother with them, which means that its values run on past BitsStored.
+    Where header and codestream disagree on size, the file is refused; on coding or precision the codestream decides; on the
+    sign of values see `bits.settle`. Bits above BitsStored are masked off, unless the image is smoother with them, which
+    means that its values run on past BitsStored.
+
+    Args:
+        path: the file.
+        backend: the decoder to take, one of `backends`' names; "" takes the first that is installed and can.
 
     Raises:
         DicomError: not DICOM, cut short, a part is missing, not grey, damaged, or no decoder is installed.
     """
-    notes: list[str] = []
-    try:
-        header = _read(path, notes)
-        pixels = _decode(header, notes)
-        del header.PixelData
-    except Exception as error:
-        raise DicomError(path, _cause(error)) from error
-    return Stored(pixels, header, tuple(notes))
+    return read_encoded(path, backend).decode()
 
 
 def read_header(path: str | os.PathLike) -> pydicom.Dataset:
     """The header of a file, without its pixel data. Raises DicomError where the file is no DICOM file."""
     try:
-        return _read(path, [], stop_before_pixels=True)
+        with DicomFile(path) as file:
+            header = parse_header(file, [])
+            header.buffer = None
+            return header
     except Exception as error:
         raise DicomError(path, _cause(error)) from error
 
 
-def to_display(stored: Stored, window: str = "first") -> np.ndarray:
-    """Stored values as a viewer shows them: (H, W) float32 in [0, 1], 0 black, MONOCHROME1 turned round last.
-
-    The modality LUT or rescale comes first, then one of: the header's first VOI LUT, else its first window with its
-    VOILUTFunction (DICOM PS3.3 C.11.2.1), else the span from the smallest to the largest value. `stored` isn't changed.
-
-    Args:
-        window: "first" as above, or "none" for smallest to largest whatever the header says. A constant image spans
-            nothing and comes out black.
-    """
-    if window not in ("first", "none"):
-        raise ValueError(f"window={window!r}: expected 'first' or 'none'")
-    pixels = stored.pixels
-    if pixels.dtype.kind not in "iu" or pixels.dtype.itemsize > 2:
-        return _shade(pixels, stored.header, window)
-    # One shade a value instead of one a pixel; unsigned differences wrap round to the right place for signed values.
-    low, unsigned = pixels.min(), f"u{pixels.dtype.itemsize}"
-    table = _shade(np.arange(int(low), int(pixels.max()) + 1), stored.header, window)
-    return table[pixels.view(unsigned) - low.view(unsigned)]
-
-
 def is_blank(pixels: np.ndarray) -> bool:
     """Whether all pixels but one in a thousand hold one value, as in an image that was never exposed or decoded."""
-    common = np.sort(pixels[::16, ::16], axis=None)[pixels[::16, ::16].size // 2]
+    sample = np.sort(pixels[::16, ::16], axis=None)
+    common = sample[sample.size // 2]
+    if np.count_nonzero(sample != common) * 1000 >= pixels.size:
+        return False  # a look at one pixel in 256 is enough for most images
     return bool(np.count_nonzero(pixels != common) * 1000 < pixels.size)
 
 
-def transfer_syntax(header: pydicom.Dataset) -> str:
-    """The transfer syntax UID of a header; where there is none, that of uncompressed data encoded as the header is."""
-    if stated := getattr(header, "file_meta", {}).get("TransferSyntaxUID"):
-        return str(stated)
-    implicit, little = getattr(header, "original_encoding", (True, True))
-    if little is False:
-        return str(uid.ExplicitVRBigEndian)
-    return str(uid.ExplicitVRLittleEndian if implicit is False else uid.ImplicitVRLittleEndian)
-
-
-# File to stored values
+# Checks of a header, and of a frame against it
 
 
 def _cause(error: Exception) -> str:
@@ -129,201 +203,83 @@ def _cause(error: Exception) -> str:
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def _read(path: str | os.PathLike, notes: list[str], **options) -> pydicom.Dataset:
-    with open(path, "rb") as file:
-        start = file.read(132)
-    if not start:
-        raise ValueError("the file is empty")
-    if start[128:] == b"DICM":
-        header = pydicom.dcmread(path, **options)
-        if len(header) == 0:  # how pydicom reports a file that ends inside an element
-            raise ValueError("the file is cut short: it ends inside an element, before the end of its pixel data")
-        return header
-    try:
-        header = pydicom.dcmread(path, force=True, **options)
-        recognised = any(keyword in header for keyword in ("SOPClassUID", "Modality", "Rows", "PixelData"))
-    except Exception:  # text taken for tags and lengths fails in many ways, none of which says more than this
-        recognised = False
-    if not recognised:
-        raise ValueError("not a DICOM file: no DICM marker after a preamble, and no header at the first byte")
-    notes.append("no preamble and no DICM marker: read from the first byte")
-    return header
-
-
-def _decode(header: pydicom.Dataset, notes: list[str]) -> np.ndarray:
-    """(H, W) stored values; completes `header` where a part that has a default is missing."""
-    for keyword in ("Rows", "Columns", "BitsAllocated", "PhotometricInterpretation", "PixelData"):
-        if not header.get(keyword):
-            raise ValueError(f"no {keyword}, or it is empty: the file is incomplete, cut short, or holds no image")
-    for keyword, default in (("SamplesPerPixel", 1), ("PixelRepresentation", 0), ("BitsStored", header.BitsAllocated)):
-        if header.get(keyword) is None:
+def _check_header(header: pydicom.Dataset, notes: list[str]) -> tuple[tuple[int, int], Bits]:
+    """(rows, columns) and the bits of a value; completes `header` where a part that has a default is missing."""
+    rows, columns, allocated = (_needed(header, keyword) for keyword in ("Rows", "Columns", "BitsAllocated"))
+    if not photometric(header):
+        raise ValueError(
+            "no PhotometricInterpretation, or it is empty: the file is incomplete, cut short, or holds no image"
+        )
+    for keyword, default in (("SamplesPerPixel", 1), ("PixelRepresentation", 0), ("BitsStored", allocated)):
+        if header_integer(header, keyword) is None:
             setattr(header, keyword, default)
             notes.append(f"no {keyword}: taken as {default}")
-    if header.SamplesPerPixel != 1 or _photometric(header) not in ("MONOCHROME1", "MONOCHROME2"):
+    if header.SamplesPerPixel != 1 or photometric(header) not in ("MONOCHROME1", "MONOCHROME2"):
         raise ValueError(
             f"{header.SamplesPerPixel} samples a pixel and PhotometricInterpretation {header.PhotometricInterpretation}: "
             "expected 1 sample, MONOCHROME1 or MONOCHROME2"
         )
-    precision = _check_pixel_data(header, notes)
-    decoder = get_decoder(transfer_syntax(header))
-    plugin = "imagecodecs" if "imagecodecs" in decoder.available_plugins else ""
-    # pydicom would mask whatever is above BitsStored; whether that is right is for _settle_bits to say
-    pixels, _ = decoder.as_array(header, index=0, decoding_plugin=plugin, correct_unused_bits=False)
-    return _settle_bits(pixels.astype(pixels.dtype.newbyteorder("="), copy=False), header, precision, notes)
+    if rows * columns > MAX_PIXELS:
+        raise ValueError(f"the header asks for {rows} x {columns} pixels, more than the {MAX_PIXELS} taken here")
+    stored = int(header.BitsStored)
+    if not 0 < stored <= allocated:
+        notes.append(f"BitsStored {stored} of {allocated} BitsAllocated: taken as {allocated}")
+        stored = allocated
+    high = header_integer(header, "HighBit")
+    return (rows, columns), Bits(stored, stored - 1 if high is None else high, int(header.PixelRepresentation) == 1)
 
 
-def _check_pixel_data(header: pydicom.Dataset, notes: list[str]) -> int:
-    """Hold pixel data against the header before memory is taken for it; returns the bits a pixel is coded with.
+def _needed(header: pydicom.Dataset, keyword: str) -> int:
+    number = header_integer(header, keyword)
+    if not number or number < 0:
+        raise ValueError(f"no {keyword}, or it is empty: the file is incomplete, cut short, or holds no image")
+    return number
 
-    Sets the transfer syntax in `header` to what the pixel data are, where that is missing or says otherwise.
-    """
-    rows, columns, bits, data = header.Rows, header.Columns, header.BitsAllocated, header["PixelData"]
-    stated, syntax, precision = header.file_meta.get("TransferSyntaxUID"), transfer_syntax(header), bits
-    if (frames := int(header.get("NumberOfFrames") or 1)) > 1:
+
+def _read_frame(
+    file: DicomFile, header: pydicom.FileDataset, shape: tuple[int, int], notes: list[str]
+) -> Codestream | np.ndarray:
+    """The first frame as it is coded, or its values; sets the transfer syntax in `header` to what it is, if it says else."""
+    data = find_pixel_data(file, header)
+    stated, syntax = header.file_meta.get("TransferSyntaxUID"), transfer_syntax(header)
+    if (frames := max(1, header_integer(header, "NumberOfFrames") or 1)) > 1:
         notes.append(f"{frames} frames: the first is read")
-    if data.is_undefined_length or syntax in CODECS:
-        if rows * columns > MAX_PIXELS:
-            raise ValueError(f"the header asks for {rows} x {columns} pixels, more than the {MAX_PIXELS} taken here")
-        frame = get_frame(data.value, 0, number_of_frames=frames)
-        found, precision, shape = read_codestream(frame) or (syntax, bits, (rows, columns))
-        if shape != (rows, columns):
-            raise ValueError(f"the header says {rows} x {columns} pixels, the codestream {shape[0]} x {shape[1]}")
-        if CODECS.get(found) == "jpeg2k" and bytes(ZERO_RUN) in frame.rstrip(b"\0"):
-            raise ValueError(f"more than {ZERO_RUN} bytes of the codestream are zero: an unfinished or damaged copy")
-        if precision > bits:
-            header.BitsAllocated = 16 if precision <= 16 else 32  # pydicom makes the array that it decodes into by it
-        if CODECS.get(found) != CODECS.get(syntax):
-            syntax = found
-    elif len(data.value) < (needed := -(-rows * columns * bits // 8)):
-        raise ValueError(
-            f"pixel data is cut short: {len(data.value)} bytes, and {rows} x {columns} pixels of {bits} bits need {needed}"
-        )
+    if data.length is None or (syntax in FAMILIES and data.is_encapsulated):
+        frame = read_codestream(read_coded(data, frames), shape)
+        if frame is None:
+            begins = "the pixel data do not begin as any coding does that is known here"
+            raise ValueError(missing_decoder(syntax) or f"{begins}: damaged, or not {uid.UID(syntax).name}")
+        if FAMILIES[frame.syntax] != FAMILIES.get(syntax):
+            syntax = frame.syntax
+    else:
+        frame = read_uncompressed(data, shape, header_integer(header, "BitsAllocated"), frames, notes)
+        if syntax in FAMILIES:
+            syntax = str(uid.ExplicitVRLittleEndian)
     if reason := missing_decoder(syntax):
         raise ValueError(reason)
     if syntax != stated:
         notes.append(f"TransferSyntaxUID {stated or 'missing'}: read as {uid.UID(syntax).name}")
         header.file_meta.TransferSyntaxUID = uid.UID(syntax)
-    return precision
+    return frame
 
 
-def _settle_bits(pixels: np.ndarray, header: pydicom.Dataset, precision: int, notes: list[str]) -> np.ndarray:
-    """Take from each value the bits that are the image's, and its sign."""
-    stored = header.BitsStored if 0 < header.BitsStored <= header.BitsAllocated else header.BitsAllocated
-    if precision < stored:
-        notes.append(f"BitsStored {stored}, but coded with {precision} bits: taken as {precision}")
-    bits = min(stored, precision)
-    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if pixels.dtype.kind == "i" else (0, (1 << bits) - 1)
-    smallest, largest = int(pixels.min()), int(pixels.max())
-    if low <= smallest and largest <= high:
-        return pixels
-    unused = 8 * pixels.dtype.itemsize - bits
-    masked = pixels << unused >> unused  # the second shift brings the sign back to signed types
-    if _roughness(pixels) < _roughness(masked):
-        notes.append(f"values from {smallest} to {largest} run on past BitsStored {bits}: kept")
-        return pixels
-    notes.append(f"bits above BitsStored {bits} masked off")
-    return masked
+def _span_of_reduced(pixels: np.ndarray) -> tuple[int, int]:
+    """The extremes that the whole image has, nearly: a low-pass overshoots at edges, on film by a tenth, and means less."""
+    import cv2
+
+    return _extremes(cv2.blur(pixels, (2, 2)))
 
 
-def _roughness(pixels: np.ndarray) -> float:
-    """Sum of the steps between neighbours: an overlay's bits add to it, and wrapping round adds more."""
-    values = pixels.astype(np.float32)
-    return sum(float(np.abs(np.diff(values, axis=axis)).sum(dtype=np.float64)) for axis in (0, 1))
+def _extremes(pixels: np.ndarray) -> tuple[int, int]:
+    return int(pixels.min()), int(pixels.max())
 
 
-# Stored values to shades
-
-
-def _shade(values: np.ndarray, header: pydicom.Dataset, window: str) -> np.ndarray:
-    """Shades in [0, 1] of stored values that span the image's range."""
-    units, shades = _modality(values, header), None
-    if window == "first" and (lut := _lut(header, "VOILUTSequence", signed=units.min() < 0)):
-        data, first, bits = lut
-        shades = data[np.clip(np.rint(units).astype(np.int64) - first, 0, len(data) - 1)] / (2**bits - 1)
-    elif window == "first":
-        shades = _window(units, header)
-    if shades is None:
-        low, high = units.min(), units.max()
-        if low == high:
-            return np.zeros(units.shape, np.float32)
-        shades = (units - low) / (high - low)
-    if _photometric(header) == "MONOCHROME1":
-        shades = 1 - shades
-    return shades.astype(np.float32)
-
-
-def _modality(values: np.ndarray, header: pydicom.Dataset) -> np.ndarray:
-    if lut := _lut(header, "ModalityLUTSequence", signed=header.get("PixelRepresentation") == 1):
-        data, first, _ = lut
-        return data[np.clip(values - first, 0, len(data) - 1)].astype(np.float64)
-    slope, intercept = (header_numbers(header, keyword) for keyword in ("RescaleSlope", "RescaleIntercept"))
-    return values.astype(np.float64) * (slope or (1,))[0] + (intercept or (0,))[0]
-
-
-def _lut(header: pydicom.Dataset, keyword: str, signed: bool) -> tuple[np.ndarray, int, int] | None:
-    """First table of a sequence: its data, the value that its first entry is for, its bits; None if there is none."""
-    if not header.get(keyword):
-        return None
-    try:
-        item = header[keyword].value[0]
-        entries, first, bits = (int(number) for number in item.LUTDescriptor)
-        entries, data = entries or 2**16, item.LUTData
-        if isinstance(data, bytes):
-            little = transfer_syntax(header) != uid.ExplicitVRBigEndian
-            data = np.frombuffer(data, "u1" if len(data) in (entries, entries + 1) else "<u2" if little else ">u2")
-        data = np.asarray(data, dtype=np.int64)[:entries]
-        if len(data) < entries:
-            raise ValueError(f"{len(data)} entries, and its descriptor says {entries}")
-    except Exception as error:
-        _log(header, f"unreadable {keyword} passed over: {_cause(error)}")
-        return None
-    if signed and first >= 2**15:  # a negative number written as US
-        first -= 2**16
-    return data, first, max(bits, int(data.max()).bit_length())
-
-
-def _window(units: np.ndarray, header: pydicom.Dataset) -> np.ndarray | None:
-    """DICOM PS3.3 C.11.2.1.2 (LINEAR) and C.11.2.1.3 (SIGMOID, LINEAR_EXACT); None where there is no usable window."""
-    centers, widths = header_numbers(header, "WindowCenter"), header_numbers(header, "WindowWidth")
-    if len(centers) != len(widths):
-        _log(header, f"{len(centers)} WindowCenter and {len(widths)} WindowWidth: the first of both is used, if any")
-    if not centers or not widths:
-        return None
-    function = str(header.get("VOILUTFunction") or "LINEAR").strip().upper().replace(" ", "_")
-    if function not in ("LINEAR", "LINEAR_EXACT", "SIGMOID"):
-        _log(header, f"unknown VOILUTFunction {function}: taken as LINEAR")
-        function = "LINEAR"
-    center, width = centers[0], widths[0]
-    if width <= 0 or (function == "LINEAR" and width < 1):
-        _log(header, f"WindowWidth {width:g} is too small for {function}: smallest to largest value instead")
-        return None
-    if function == "SIGMOID":
-        return 0.5 + 0.5 * np.tanh(2 * (units - center) / width)  # = 1 / (1 + exp(-4 (x - c) / w)), and can't overflow
-    if function == "LINEAR":
-        center, width = center - 0.5, width - 1
-    if width == 0:
-        return (units > center).astype(np.float64)
-    return np.clip((units - center) / width + 0.5, 0, 1)
-
-
-def header_numbers(header: pydicom.Dataset, keyword: str) -> tuple[float, ...]:
-    """Finite numbers of a decimal string element; () where it is absent, empty or unreadable."""
-    try:
-        value = header.get(keyword)
-        if value is None or value == "":
-            return ()
-        numbers = tuple(float(number) for number in np.atleast_1d(np.asarray(value, dtype=object)))
-        if not np.isfinite(numbers).all():
-            raise ValueError(f"{numbers}")
-        return numbers
-    except Exception as error:
-        _log(header, f"unreadable {keyword} passed over: {_cause(error)}")
-        return ()
-
-
-def _photometric(header: pydicom.Dataset) -> str:
-    return str(header.get("PhotometricInterpretation", "")).strip().upper()
-
-
-def _log(header: pydicom.Dataset, message: str) -> None:
-    logger.warning("%s: %s", getattr(header, "filename", None) or "a header", message)
+def _average(pixels: np.ndarray, step: int) -> np.ndarray:
+    """Means of squares of `step` x `step` pixels, of what there is of them at the right and lower edges."""
+    left = np.arange(0, pixels.shape[1], step)
+    widths = np.minimum(step, pixels.shape[1] - left)
+    averaged = np.empty((-(-pixels.shape[0] // step), len(left)), pixels.dtype)
+    for row in range(len(averaged)):  # by rows, since sums take more memory than values
+        band = pixels[row * step : (row + 1) * step]
+        averaged[row] = np.rint(np.add.reduceat(band.sum(axis=0, dtype=np.int64), left) / (widths * len(band)))
+    return averaged

@@ -1,6 +1,7 @@
 """Small DICOM files for the tests, written with pydicom and imagecodecs."""
 
 import struct
+from functools import partial
 
 import imagecodecs
 import numpy as np
@@ -9,8 +10,12 @@ from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
 
 
-def write(path, pixels, encode=None, syntax=uid.ExplicitVRLittleEndian, bits=12, **elements):
-    """Write a one-frame file. `encode` makes the codestream; elements override or, given None, remove defaults."""
+def write(path, pixels, encode=None, syntax=uid.ExplicitVRLittleEndian, bits=12, pixel_data=None, **elements):
+    """Write a one-frame file.
+
+    `encode` makes the codestream; `pixel_data` are the bytes of the whole element instead, items and all. `elements`
+    override or, given None, remove defaults.
+    """
     header = Dataset()
     header.file_meta = FileMetaDataset()
     header.file_meta.TransferSyntaxUID = syntax
@@ -31,9 +36,10 @@ def write(path, pixels, encode=None, syntax=uid.ExplicitVRLittleEndian, bits=12,
     for keyword, value in (defaults | elements).items():
         if value is not None:
             setattr(header, keyword, value)
-    header.PixelData = encapsulate([encode(pixels)]) if encode else pixels.tobytes()
-    header["PixelData"].VR = "OW" if allocated > 8 or not encode else "OB"
-    header["PixelData"].is_undefined_length = encode is not None
+    is_coded = encode is not None or pixel_data is not None
+    header.PixelData = pixel_data or (encapsulate([encode(pixels)]) if encode else pixels.tobytes())
+    header["PixelData"].VR = "OW" if allocated > 8 or not is_coded else "OB"
+    header["PixelData"].is_undefined_length = is_coded
     header.save_as(path, enforce_file_format=True)
     return path
 
@@ -44,11 +50,22 @@ def j2k(bits):
     )
 
 
-def jpeg_lossless(bits):
-    return lambda pixels: imagecodecs.jpeg8_encode(pixels, lossless=True, predictor=1, bitspersample=bits)
+def jpeg_lossless(bits, predictor=1):
+    return lambda pixels: imagecodecs.jpeg8_encode(pixels, lossless=True, predictor=predictor, bitspersample=bits)
+
+
+def jpeg(bits):
+    return partial(imagecodecs.jpeg8_encode, level=100, bitspersample=bits)
+
+
+htj2k = getattr(imagecodecs, "htj2k_encode", None)  # since 2025
 
 
 def rle(pixels):
-    """DICOM PS3.5 G: a header of 64 bytes, then a segment a byte plane, the high one first."""
-    planes = [imagecodecs.packbits_encode((pixels >> shift & 255).astype(np.uint8).tobytes()) for shift in (8, 0)]
-    return struct.pack("<16L", 2, 64, 64 + len(planes[0]), *[0] * 13) + b"".join(planes)
+    """DICOM PS3.5 G: a header of 64 bytes, then a segment a byte plane, the high one first, each of an even length."""
+    planes = []
+    for shift in range(8 * (pixels.dtype.itemsize - 1), -1, -8):
+        plane = imagecodecs.packbits_encode((pixels >> shift & 255).astype(np.uint8).tobytes())
+        planes.append(plane + b"\0" * (len(plane) % 2))
+    offsets = 64 + np.cumsum([0, *map(len, planes)])[:-1]
+    return struct.pack("<16L", len(planes), *offsets, *[0] * (15 - len(planes))) + b"".join(planes)
