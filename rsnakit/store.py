@@ -1,14 +1,14 @@
-"""Packed image store: one file of records of one size, read by memory map.
+"""Packed image store: one file of records of one size, read by memory map; or a PNG file an image.
 
 A store is a folder: `manifest.json` says what its images are (format, shape, settings and their hash), `index.csv` has a
-row an image (a failed one too, with its reason) and `images.bin` the records, row r at r times the record's size. A record
-is on the disk before its line is written, and a line counts only when it is whole, so a killed writer leaves nothing half
-done.
+row an image (a failed one too, with its reason), and the images are as rsnakit.store_formats says. An image is on the disk
+before its line is written, and a line counts only when it is whole, so a killed writer leaves nothing half done.
 """
 
 import hashlib
 import io
 import json
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,10 +16,26 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from rsnakit.blocks import BLOCK, Blocks, dequantize_blocks, quantize_blocks
+from rsnakit.blocks import Blocks, dequantize_blocks, quantize_blocks
 from rsnakit.files import read_json, replacing, write_json
+from rsnakit.store_formats import (
+    FORMATS,
+    PNG_FORMATS,
+    are_there,
+    decode_record,
+    encode_record,
+    png_path,
+    record_bytes,
+    write_image,
+)
 
-FORMATS = ("block8", "raw16")
+__all__ = [
+    "FORMATS", "INDEX_COLUMNS", "Blocks", "Store", "StoreError", "append_index", "check_settings", "config_hash",
+    "decode_record", "dequantize_blocks", "encode_record", "open_for_writing", "quantize_blocks", "read_index",
+    "read_manifest", "record_bytes", "write_image",
+]  # fmt: skip
+
+LAYOUT = 2  # of block8: tiles of 8 x 4 pixels, where the first one had runs of 32
 INDEX_COLUMNS = (
     "row", "patient_id", "image_id", "status", "reason", "source_height", "source_width", "source_bytes",
     "top", "left", "bottom", "right", "flipped", "seconds",
@@ -53,12 +69,7 @@ class Store:
         self._record = self.index["row"].to_numpy(np.int64)  # not 0, 1, 2 while a store is unfinished
         self._row_of = {image_id: row for row, image_id in enumerate(self.index["image_id"])}
         self._map: np.ndarray | None = None  # opened on first use, in the process that uses it
-        needed, found = self._record[self._ok].max(initial=-1) + 1, count_records(self.path, self.manifest)
-        if found < needed:
-            raise StoreError(
-                f"{self.path}: images.bin holds {found} whole images and the index goes up to {needed}: the copy is not "
-                "complete. Copy the store again, or run 02_preprocess, which makes what is missing."
-            )
+        self._check_complete()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -69,14 +80,51 @@ class Store:
         if not self._ok[row]:
             bad = self.index.iloc[row]
             raise StoreError(f"{self.path}: image {bad.image_id} has no pixels: {bad.status}, {bad.reason}")
-        if self._map is None:
-            shape = (count_records(self.path, self.manifest), self._record_bytes)
-            self._map = np.memmap(self.path / "images.bin", np.uint8, "r", shape=shape).view(np.ndarray)
-        image = decode_record(self._map[self._record[row]], self.manifest["format"], self.shape)
-        return np.minimum(image, 4095, out=image)  # a block's largest value may come back half a step above itself
+        try:
+            return self._read(row)
+        except ValueError as error:
+            line = self.index.iloc[row]
+            raise StoreError(
+                f"{self.path}: image {line.image_id} (patient {line.patient_id}): {error}. Delete its line in index.csv, the "
+                f"one that begins with '{line.row},', and run 02_preprocess, which makes the image anew."
+            ) from error
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_map": None}  # a worker process opens its own map instead of receiving the images
+        # A worker process opens its own map instead of receiving the images.
+        return {**self.__dict__, "_map": None}
+
+    def _read(self, row: int) -> np.ndarray:
+        image_format = self.manifest["format"]
+        if image_format in PNG_FORMATS:
+            file = png_path(self.path, self.index["patient_id"].iat[row], self.index["image_id"].iat[row])
+            try:
+                return decode_record(np.fromfile(file, np.uint8), image_format, self.shape)
+            except FileNotFoundError:
+                raise ValueError(f"there is no {file}") from None
+        if self._map is None:
+            shape = (self._count_records(), self._record_bytes)
+            self._map = np.memmap(self.path / "images.bin", np.uint8, "r", shape=shape).view(np.ndarray)
+        if self._record[row] >= len(self._map):
+            raise ValueError(f"it is record {self._record[row]}, and images.bin was cut to {len(self._map)} since")
+        return decode_record(self._map[self._record[row]], image_format, self.shape)
+
+    def _check_complete(self) -> None:
+        """Refuses a copy whose pixels are missing, or cut short. PNG files are not looked for one by one before their turn:
+        that takes minutes where folders are slow."""
+        needed = int(self._record[self._ok].max(initial=-1)) + 1
+        if self.manifest["format"] in PNG_FORMATS:
+            complete, found = not needed or (self.path / "images").is_dir(), "there is no folder images"
+        else:
+            complete, found = self._count_records() >= needed, f"images.bin holds {self._count_records()} whole images"
+        if not complete:
+            raise StoreError(
+                f"{self.path}: {found} and the index goes up to {needed}: the copy is not complete. Copy the store again, or "
+                "run 02_preprocess, which makes what is missing."
+            )
+
+    def _count_records(self) -> int:
+        file = self.path / "images.bin"
+        return file.stat().st_size // self._record_bytes if file.exists() else 0
 
     def rows_of(self, image_ids: Iterable[str]) -> np.ndarray:
         """Rows of the images, (n,) int64; StoreError naming the first few that are not in the store."""
@@ -95,39 +143,6 @@ def config_hash(settings: dict) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def record_bytes(image_format: str, shape: tuple[int, int]) -> int:
-    """Bytes of one image of (height, width) pixels in a format."""
-    pixels = shape[0] * shape[1]
-    if image_format == "raw16":
-        return 2 * pixels
-    n_blocks = -(-pixels // BLOCK)
-    return n_blocks * (BLOCK + 4)
-
-
-def count_records(path: Path, manifest: dict) -> int:
-    """Whole records in a store's images.bin."""
-    size = (path / "images.bin").stat().st_size if (path / "images.bin").exists() else 0
-    return size // record_bytes(manifest["format"], (manifest["height"], manifest["width"]))
-
-
-def encode_record(image: np.ndarray, image_format: str) -> bytes:
-    """One image, (height, width) uint16, as the bytes of its record."""
-    if image_format == "raw16":
-        return np.ascontiguousarray(image, "<u2").tobytes()
-    blocks = quantize_blocks(image, BLOCK)
-    return blocks.codes.tobytes() + blocks.low.astype("<u2").tobytes() + blocks.step.astype("<u2").tobytes()
-
-
-def decode_record(record: np.ndarray, image_format: str, shape: tuple[int, int]) -> np.ndarray:
-    """The image of a record, (record_bytes,) uint8, as (height, width) uint16."""
-    if image_format == "raw16":
-        return record.view("<u2").reshape(shape).astype(np.uint16)
-    n_blocks = len(record) // (BLOCK + 4)
-    codes, low, step = np.split(record, [n_blocks * BLOCK, n_blocks * (BLOCK + 2)])
-    blocks = Blocks(codes.reshape(n_blocks, BLOCK), low.view("<u2"), step.view("<u2"), shape, np.dtype(np.uint16))
-    return dequantize_blocks(blocks)
-
-
 def read_manifest(path: Path) -> dict:
     """The manifest of a store's folder; StoreError where there is none or its format is unknown."""
     try:
@@ -138,6 +153,11 @@ def read_manifest(path: Path) -> dict:
         raise StoreError(f"{error}. Delete the store {path} and make it again.") from error
     if manifest["format"] not in FORMATS:
         raise StoreError(f"{path}: images in format {manifest['format']!r}; this version reads {', '.join(FORMATS)}")
+    if manifest["format"] == "block8" and manifest.get("layout", 1) != LAYOUT:
+        raise StoreError(
+            f"{path}: its block8 images are laid out in way {manifest.get('layout', 1)} and this version reads way {LAYOUT}. "
+            "Delete the store and run 02_preprocess, or use the version that made it."
+        )
     return manifest
 
 
@@ -146,7 +166,8 @@ def open_for_writing(
 ) -> pd.DataFrame:
     """Makes a store's folder, or goes on with the one there; returns the index of what it holds already.
 
-    What the index names and images.bin does not hold (one was copied without the other) counts as not there.
+    An image that the index names and the disk does not hold (one was copied without the other, or the copy has a hole)
+    counts as not there; see `store_formats.are_there` for what is looked at.
 
     Raises:
         StoreError: the store there was made with other settings, named with both values.
@@ -158,17 +179,25 @@ def open_for_writing(
         check_settings(manifest, {**settings, "format": image_format}, path)
     else:
         path.mkdir(parents=True, exist_ok=True)
-        if (path / "index.csv").exists() or (path / "images.bin").exists():
+        if any((path / name).exists() for name in ("index.csv", "images.bin", "images")):
             raise StoreError(
                 f"{path}: holds images but no manifest.json, so nobody knows how they were made. Delete it."
             )
         manifest = {
-            "format": image_format, "height": shape[0], "width": shape[1], "bits": 12,
+            "format": image_format, "layout": LAYOUT, "height": shape[0], "width": shape[1], "bits": 12,
             "preprocess": settings, "hash": config_hash(settings), "versions": versions,
         }  # fmt: skip
         write_json(path / "manifest.json", manifest)
     index = read_index(path)
-    index = index[(index["status"] != "ok") | (index["row"] < count_records(path, manifest))]
+    ok = index["status"] == "ok"
+    lost = ok.copy()
+    lost[ok] = ~are_there(path, image_format, (manifest["height"], manifest["width"]), index[ok])
+    if lost.any():
+        logging.getLogger(__name__).warning(
+            "%s: %d images that index.csv names are not on the disk, %s among them; they are made anew",
+            path, lost.sum(), index.loc[lost, "image_id"].head(3).tolist(),
+        )  # fmt: skip
+    index = index[~lost]
     with replacing(path / "index.csv") as temporary:  # a line that a kill cut short is dropped for good
         index.to_csv(temporary, index=False, lineterminator="\n")
     return index
@@ -188,16 +217,11 @@ def check_settings(manifest: dict, wanted: dict, path: Path) -> None:
         )
 
 
-def write_record(path: Path, row: int, record: bytes) -> None:
-    """Writes a record at its place in images.bin; it counts once `append_index` has its row."""
-    descriptor = os.open(path / "images.bin", os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
-    with open(descriptor, "wb") as f:  # a descriptor is not cut to nothing by "wb", as a path would be
-        f.seek(row * len(record))
-        f.write(record)
-
-
 def append_index(path: Path, rows: list[dict]) -> None:
-    """Adds rows of `INDEX_COLUMNS` to the index, once the records written so far are on the disk."""
+    """Adds rows of `INDEX_COLUMNS` to the index, once the images written so far are on the disk.
+
+    PNG files are by themselves, and records of another machine where it wrote them with `sync`.
+    """
     if (path / "images.bin").exists():
         with open(path / "images.bin", "rb+") as f:
             os.fsync(f.fileno())

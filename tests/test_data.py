@@ -26,7 +26,7 @@ def make_store(path: Path, images: dict[str, np.ndarray | None]) -> store.Store:
     rows = []
     for row, (image_id, image) in enumerate(images.items()):
         if image is not None:
-            store.write_record(path, row, store.encode_record(image, "raw16"))
+            store.write_image(path, "raw16", row, "1", image_id, image)
         known = {"row": row, "patient_id": "1", "image_id": image_id, "flipped": False, "seconds": 0.1}
         state = ("failed", "cut short") if image is None else ("ok", "")
         blank = {name: 0 for name in store.INDEX_COLUMNS}
@@ -141,7 +141,7 @@ def test_a_sent_dataset_finds_its_images_in_a_store_that_has_grown(tmp_path, ima
         f.write(content[len(content) // 2 :])
     index.assign(row=["0", "2"]).to_csv(path / "index.csv", index=False)
     sent = pickle.dumps(MammogramDataset(frame(["c", "a"]), store.Store(path)))
-    store.write_record(path, 1, store.encode_record(images["02"], "raw16"))
+    store.write_image(path, "raw16", 1, "1", "02", images["02"])
     store.append_index(path, [{**index.iloc[0].to_dict(), "row": 1, "image_id": "b"}])
     dataset = pickle.loads(sent)
     np.testing.assert_allclose(dataset[0]["image"][0].numpy(), images["03"] / 4095, atol=1e-7)
