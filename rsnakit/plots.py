@@ -4,6 +4,7 @@ Figures tolerate what data holds: missing columns and values, a single class, no
 they say why. Style and colours are those of `look`.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -20,8 +21,8 @@ from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, TRAIN, VALIDA
 from rsnakit.plots_data import birads_leak, counts, header_overview, positive_rate
 
 __all__ = [
-    "CANCER", "LABEL_COLORS", "NO_CANCER", "before_after", "birads_leak", "counts", "header_overview", "montage",
-    "positive_rate", "score_histogram", "training_curves",
+    "CANCER", "LABEL_COLORS", "NO_CANCER", "before_after", "birads_leak", "counts", "differences", "header_overview",
+    "montage", "positive_rate", "score_histogram", "training_curves",
 ]  # fmt: skip
 
 CURVES = {  # limits, then column, colour and line of each curve
@@ -31,6 +32,7 @@ CURVES = {  # limits, then column, colour and line of each curve
     "AUC": ((None, 1), (("train_auc", TRAIN, "o-"), ("valid_auc", VALIDATION, "o-"))),
     "learning rate": ((0, None), (("lr", NEUTRAL, "o-"),)),
 }  # fmt: skip
+LINES = (("black", "-"), (NEUTRAL, "--"), ("black", ":"), (NEUTRAL, "-."))  # of things without a colour of their own
 
 
 @look.styled
@@ -76,14 +78,16 @@ def before_after(
     boxes: Sequence[tuple[int, int, int, int]],
     prepared: Sequence[np.ndarray],
     titles: Sequence[str],
+    shapes: Sequence[tuple[int, int]] | None = None,
 ) -> Figure:
     """Source frames with their crop boxes, and below each what preprocessing made of it.
 
     Args:
-        displays: (H, W) each, float in [0, 1], as `dicom.to_display` gives them.
+        displays: (h, w) each, float in [0, 1]: the frames as `dicom.to_display` gives them, or smaller copies of those.
         boxes: (top, left, bottom, right) each, pixels of the source frame (`Prepared.box`).
         prepared: (height, width) each, whole numbers in 0..4095 (`Prepared.image`).
         titles: one a column.
+        shapes: (rows, columns) of the source frames (`Prepared.source_shape`); None where `displays` are whole.
     """
     if not len(displays):
         return look.nothing("No images to show")
@@ -91,19 +95,59 @@ def before_after(
     aspects = [max(image.shape[0] / image.shape[1] for image in images) for images in (displays, prepared)]
     size = (max(len(displays) * cell, 5), cell * min(sum(aspects), 4) + 1.4)
     figure, axes = plt.subplots(2, len(displays), figsize=size, squeeze=False, height_ratios=aspects)
-    kept = []
-    for (above, below), display, box, image, text in zip(axes.T, displays, boxes, prepared, titles, strict=True):
-        top, left, bottom, right = box
+    kept, shapes = [], [display.shape for display in displays] if shapes is None else shapes
+    columns = zip(axes.T, displays, boxes, prepared, titles, shapes, strict=True)
+    for (above, below), display, (top, left, bottom, right), image, text, (height, width) in columns:
+        y, x = display.shape[0] / height, display.shape[1] / width
         look.show_image(above, display)
-        corner = (left - 0.5, top - 0.5)  # pixel 0 reaches from -0.5 to 0.5
-        above.add_patch(Rectangle(corner, right - left, bottom - top, fill=False, edgecolor=look.CROP, linewidth=1.5))
+        corner = (left * x - 0.5, top * y - 0.5)  # pixel 0 reaches from -0.5 to 0.5
+        size = ((right - left) * x, (bottom - top) * y)
+        above.add_patch(Rectangle(corner, *size, fill=False, edgecolor=look.CROP, linewidth=1.5))
         above.set_title(text, fontsize=9)
         look.show_image(below, image)
-        for ax, shown in ((above, display), (below, image)):
-            ax.set_xlabel(f"{shown.shape[0]} x {shown.shape[1]} pixels", fontsize=9)
-        kept.append((bottom - top) * (right - left) / display.size)
+        for ax, shape in ((above, (height, width)), (below, image.shape)):
+            ax.set_xlabel(f"{shape[0]} x {shape[1]} pixels", fontsize=9)
+        kept.append((bottom - top) * (right - left) / (height * width))
     span = list(dict.fromkeys([percent(min(kept)), percent(max(kept))]))
     return look.titled(figure, f"The crop (yellow) keeps {' to '.join(span)} of a frame; below, what it becomes")
+
+
+@look.styled
+def differences(image: np.ndarray, others: Mapping[str, np.ndarray]) -> Figure:
+    """An image, where others of it differ from it, and how many pixels do so by how much.
+
+    Args:
+        image: (H, W) whole numbers in 0..4095, decoded at full size and kept exactly.
+        others: (H, W) each, by what was done to it: a store's format and back, a decoding at reduced size.
+    """
+    if not others:
+        return look.nothing("Nothing to compare the image with")
+    errors = {name: other.astype(np.int32) - image for name, other in others.items()}
+    most = max(1, max(int(np.abs(error).max()) for error in errors.values()))
+    n = 1 + len(errors)
+    cell = min(0.85 * WIDTH / (n + 1.5), 5 * image.shape[1] / image.shape[0], 3)  # inches, an image's width
+    size = (min(WIDTH, (n + 1.5) * cell / 0.75), cell * image.shape[0] / image.shape[1] + 1.5)
+    figure, (first, *maps, last) = plt.subplots(1, n + 1, figsize=size, width_ratios=[1] * n + [1.5])
+    look.show_image(first, image)
+    first.set_title("the image", fontsize=9)
+    levels = np.arange(1, most + 1)
+    last.set(yscale="log", ylim=(50 / image.size, 150))
+    for ax, (name, error), (color, line) in zip(maps, errors.items(), itertools.cycle(LINES), strict=False):
+        shown = ax.imshow(error, cmap="PuOr", vmin=-most, vmax=most, interpolation="nearest")
+        ax.set(xticks=[], yticks=[], anchor="N")
+        ax.set_title(name, fontsize=9)
+        or_more = np.bincount(np.abs(error).ravel(), minlength=most + 1)[::-1].cumsum()[::-1]
+        share = 100 * or_more[1:] / image.size
+        last.plot(levels, share, "o" + line, drawstyle="steps-mid", color=color, markersize=3, label=name)
+    scale = figure.colorbar(shown, ax=maps, location="bottom", shrink=0.8, pad=0.02)
+    scale.set_label("difference, of 4,095 levels")
+    scale.ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    last.set(xlabel="levels off", title="pixels so far off or farther, %", xlim=(0.5, most + 0.5))
+    last.yaxis.set_major_formatter("{x:g}")
+    last.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    last.grid(True)
+    last.legend(fontsize=9)
+    return look.titled(figure, ". ".join(f"{name}: {_difference(error)}" for name, error in errors.items()))
 
 
 @look.styled
@@ -203,4 +247,9 @@ def _scores_title(breasts: pd.DataFrame, threshold: float | None) -> str:
     return f"{title}: {(called & cancer).sum():,} of the {cancer.sum():,} with cancer"
 
 
-# Parts of figures
+def _difference(error: np.ndarray) -> str:
+    """What a map of errors comes to, in levels of 12 bits."""
+    if not error.any():
+        return "all pixels as they were"
+    kept, largest, mean = percent((error == 0).mean()), np.abs(error).max(), np.abs(error).mean()
+    return f"{kept} of pixels as they were, at most {largest} of 4,095 levels off, {mean:.2g} on average"

@@ -2,6 +2,8 @@
 
 import hashlib
 import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,75 @@ def load_table(root: Path | str, split: str) -> pd.DataFrame:
         _check_one_value(table, path, "breast_id", "prediction_id")
         _check_one_value(table, path, "prediction_id", "breast_id")
     return table.reset_index(drop=True)
+
+
+def with_png(table: pd.DataFrame, folder: Path | str) -> pd.DataFrame:
+    """A table whose `path` leads to PNG files, in place of the DICOM files that `load_table` names.
+
+    They are looked for as `{patient_id}/{image_id}.png` and `{patient_id}_{image_id}.png`, in `folder` and in its
+    `train_images` or `test_images`. Folders are listed: asking for each file by its name takes minutes on a network disk.
+
+    Args:
+        table: as `load_table` gives it, or some of its rows.
+        folder: of the PNG files; may be the competition's.
+
+    Returns:
+        The table with other paths. An image that isn't there keeps its row, with the path that it was expected at, where
+        it fails by name when it is read; a warning counts these.
+
+    Raises:
+        TableError: no such folder, none of the images is in it, or a file's name fits two images.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise TableError(f"{folder}: no such folder; name the one that holds the PNG files")
+    ids = list(zip(table["patient_id"], table["image_id"], strict=True))
+    splits = sorted({Path(path).parents[1].name for path in table["path"]})
+    found: dict[tuple[str, str], Path] = {}
+    for root in (folder, *(folder / split for split in splits)):
+        if root.is_dir() and len(found) < len(ids):
+            found = max(found, _png_files(ids, root), key=len)
+    missing = [pair for pair in ids if pair not in found]
+    if missing and not found:
+        (patient, image), inside = ids[0], sorted(os.listdir(folder))
+        raise TableError(
+            f"{folder}: none of {len(ids):,} images is there. Expected are {patient}/{image}.png or {patient}_{image}.png "
+            f"and so on, in it or in its {' or '.join(splits)}; found {len(inside):,} other names: {', '.join(inside[:3])}"
+        )
+    if len(set(found.values())) < len(found):
+        paths = pd.Series(found)
+        raise TableError(
+            f"{paths[paths.duplicated()].iloc[0]}: its name fits two images; use a folder for each patient"
+        )
+    if missing:
+        (_, image), path = next(iter(found.items()))
+        root, mark = (path.parents[1], "/") if path.stem == image else (path.parent, "_")
+        expected = {(patient, image): root / f"{patient}{mark}{image}.png" for patient, image in missing}
+        message = "%s: %d of %d images are not there, such as %s; they will count as failed"
+        logging.getLogger(__name__).warning(
+            message, root, len(missing), len(ids), expected[missing[0]].relative_to(root)
+        )
+        found |= expected
+    return table.assign(path=[found[pair] for pair in ids])
+
+
+def _png_files(ids: list[tuple[str, str]], root: Path) -> dict[tuple[str, str], Path]:
+    """The files of those images, (patient_id, image_id), that are in a folder."""
+    flat, in_folders, patients = dict(_list_png(root)), {}, {patient for patient, _ in ids}
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name in patients and entry.is_dir():
+                in_folders |= {(entry.name, stem): path for stem, path in _list_png(entry.path)}
+    either = {pair: in_folders.get(pair) or flat.get("_".join(pair)) for pair in ids}
+    return {pair: Path(path) for pair, path in either.items() if path}
+
+
+def _list_png(folder: Path | str) -> Iterator[tuple[str, str]]:
+    """Name without its ending, and path, of each PNG file in a folder."""
+    for name in os.listdir(folder):
+        stem, ending = os.path.splitext(name)
+        if ending.lower() == ".png":
+            yield stem, os.path.join(folder, name)
 
 
 def _check_ids(table: pd.DataFrame, path: Path) -> None:

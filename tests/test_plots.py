@@ -149,6 +149,12 @@ FIGURES = {  # what every figure must stand: nothing to show, one row, one class
     ),
     "before and after, one": lambda: plots.before_after([IMAGES[0] / 4095], [(0, 0, 40, 20)], IMAGES[:1], ["a"]),
     "before and after, none": lambda: plots.before_after([], [], [], []),
+    "differences": lambda: plots.differences(
+        IMAGES[1], {"block8": IMAGES[1] + 3, "reduce=1": IMAGES[2], "raw16": IMAGES[1]}
+    ),
+    "differences, none": lambda: plots.differences(IMAGES[1], {"raw16": IMAGES[1]}),
+    "differences, one level": lambda: plots.differences(IMAGES[1].T, {"block8": IMAGES[1].T - 1}),
+    "differences from nothing": lambda: plots.differences(IMAGES[1], {}),
     "curves": lambda: plots.training_curves({k: make_history(12, train_resampled=True) for k in range(4)}),
     "curves of one epoch": lambda: plots.training_curves({2: make_history(1)}),
     "curves of none": lambda: plots.training_curves({0: make_history(0)}),
@@ -315,6 +321,40 @@ def test_before_after_draws_the_box_where_it_is():
     for (x, y), shade in {(500, 1000): 255, (890, 1990): 255, (50, 1000): 0, (950, 1000): 0, (500, 2050): 0}.items():
         column, row = above.transData.transform((x, y)).round().astype(int)
         assert abs(pixels[len(pixels) - row, column] - shade) < 10, (x, y)
+
+
+def test_before_after_of_a_small_copy_of_a_frame():
+    display = np.zeros(
+        (325, 260), np.float32
+    )  # of a frame of 2600 x 1300 pixels: 1/8 of its rows and 1/5 of its columns
+    figure = plots.before_after([display], [(400, 100, 2000, 900)], [IMAGES[1]], ["machine 49"], [(2600, 1300)])
+    above, below = figure.axes
+    box = next(patch for patch in above.patches if isinstance(patch, Rectangle))
+    assert (box.get_x(), box.get_y(), box.get_width(), box.get_height()) == (19.5, 49.5, 160, 200)
+    assert above.get_xlabel() == "2600 x 1300 pixels" and below.get_xlabel() == "40 x 20 pixels"
+    assert f"keeps {100 * 1600 * 800 / (2600 * 1300):.1f} % of a frame" in title(figure)
+
+
+def test_differences_counts_every_pixel():
+    image = np.full((10, 20), 1000, np.uint16)
+    block8, reduced = image.copy(), image.copy()
+    block8[0, :4] = (999, 1001, 1003, 1003)  # 4 of 200 pixels
+    reduced[:5] -= 2  # half of them
+    figure = plots.differences(image, {"block8": block8, "reduce=1": reduced, "raw16": image})
+    _, first, second, third, last, _ = figure.axes
+    np.testing.assert_array_equal(first.images[0].get_array(), block8.astype(int) - image)
+    np.testing.assert_array_equal(second.images[0].get_array()[[0, 9], 0], [-2, 0])
+    limits = {ax.images[0].get_clim() for ax in (first, second, third)}
+    assert limits == {(-3, 3)}  # one scale, or a small difference would look like a large one
+    lines = {line.get_label(): line.get_xydata().tolist() for line in last.lines}
+    assert lines == {
+        "block8": [[1, 2], [2, 1], [3, 1]], "reduce=1": [[1, 50], [2, 50], [3, 0]], "raw16": [[1, 0], [2, 0], [3, 0]],
+    }  # fmt: skip
+    # (1 + 1 + 3 + 3) / 200, 100 * 2 / 200
+    assert title(figure) == (
+        "block8: 98 % of pixels as they were, at most 3 of 4,095 levels off, 0.04 on average. "
+        "reduce=1: 50 % of pixels as they were, at most 2 of 4,095 levels off, 1 on average. raw16: all pixels as they were"
+    )
 
 
 def test_training_curves_show_the_history():

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from rsnakit.env import find_data
 from rsnakit.tables import (
     TableError,
     check_folds,
@@ -17,6 +18,7 @@ from rsnakit.tables import (
     fingerprint,
     load_table,
     make_folds,
+    with_png,
 )
 
 TRAIN = ["site_id", "patient_id", "image_id", "laterality", "view", "age", "cancer"]
@@ -210,6 +212,88 @@ def test_test_csv_needs_no_label_and_keeps_its_prediction_ids(tmp_path):
 )
 def test_prediction_ids_and_breasts_go_one_to_one(tmp_path, rows, parts):
     refused(tmp_path, "test", rows, *parts)
+
+
+# --- PNG in place of DICOM ----------------------------------------------------------------------------------------------
+
+ROWS = ["1,7,10,R,CC,50,0", "1,7,11,R,MLO,50,0", "1,12,20,L,CC,60,1"]
+LAYOUTS = {
+    "a folder a patient": ["7/10.png", "7/11.png", "12/20.png"],
+    "one folder": ["7_10.png", "7_11.png", "12_20.png"],
+    "both": ["7/10.png", "7_11.png", "12/20.png"],
+    "upper case": ["7/10.PNG", "7/11.png", "12/20.Png"],
+}
+
+
+def touch(root: Path, names: list[str]) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+@pytest.mark.parametrize("inner", ["", "train_images"])
+@pytest.mark.parametrize("names", LAYOUTS.values(), ids=LAYOUTS)
+def test_png_files_are_found(tmp_path, caplog, names, inner):
+    table = load_table(write(tmp_path, "train", ROWS), "train")
+    root = tmp_path / "png" / inner
+    others = ["7/10.dcm", "7/99.png", "8/10.png", "10.png", "7_10.jpg", "._7_10.png", "notes/readme.txt"]
+    touch(root, [*names, *others])
+    found = with_png(table, tmp_path / "png")
+    assert found["path"].tolist() == [root / name for name in names] and not caplog.records
+    pd.testing.assert_frame_equal(found.drop(columns="path"), table.drop(columns="path"))
+    assert with_png(table.tail(1), str(tmp_path / "png"))["path"].tolist() == [root / names[2]]
+
+
+def test_a_competition_with_png_alone(tmp_path):
+    write(tmp_path, "train", ROWS)
+    write(tmp_path, "test", ["1,3,30,R,CC,50,3_R"])
+    touch(tmp_path / "train_images", LAYOUTS["a folder a patient"])
+    touch(tmp_path / "test_images", ["3_30.png"])
+    assert find_data(str(tmp_path)).path == tmp_path
+    train, test = (with_png(load_table(tmp_path, split), tmp_path) for split in ("train", "test"))
+    assert train["path"].tolist() == [tmp_path / "train_images" / name for name in LAYOUTS["a folder a patient"]]
+    assert test["path"].tolist() == [tmp_path / "test_images" / "3_30.png"]
+
+
+@pytest.mark.parametrize(("there", "expected"), [("12/20.png", "7/10.png"), ("12_20.png", "7_10.png")])
+def test_missing_png_files_are_counted_and_keep_their_rows(tmp_path, caplog, there, expected):
+    table = load_table(write(tmp_path, "train", ROWS), "train")
+    touch(tmp_path / "png", ["7/other.png", there])
+    found = with_png(table, tmp_path / "png")
+    assert found["path"].iloc[[0, 2]].tolist() == [tmp_path / "png" / expected, tmp_path / "png" / there]
+    assert f"2 of 3 images are not there, such as {expected}" in caplog.text
+
+
+def test_the_fuller_of_two_folders_is_taken(tmp_path):
+    table = load_table(write(tmp_path, "train", ROWS), "train")
+    touch(tmp_path / "png", ["7_10.png", "train_images/7/10.png", "train_images/7/11.png"])
+    assert with_png(table, tmp_path / "png")["path"].iloc[0] == tmp_path / "png/train_images/7/10.png"
+
+
+def test_a_folder_without_the_images_says_what_was_expected_and_found(tmp_path):
+    table = load_table(write(tmp_path, "train", ROWS), "train")
+    touch(tmp_path / "png", ["10.png", "7-10.png", "train_images/10.dcm"])
+    with pytest.raises(TableError) as caught:
+        with_png(table, tmp_path / "png")
+    parts = (
+        "none of 3 images",
+        "7/10.png",
+        "7_10.png",
+        "train_images",
+        "3 other names: 10.png, 7-10.png, train_images",
+    )
+    assert all(part in str(caught.value) for part in (str(tmp_path / "png"), *parts)), caught.value
+    with pytest.raises(TableError, match="nowhere: no such folder"):
+        with_png(table, tmp_path / "nowhere")
+
+
+def test_a_png_that_could_be_two_images_is_refused(tmp_path):
+    table = load_table(write(tmp_path, "train", ["1,7,8_9,R,CC,50,0", "1,7_8,9,R,CC,50,0"]), "train")
+    touch(tmp_path, ["png/7_8_9.png"])
+    with pytest.raises(TableError, match=r"7_8_9\.png: its name fits two images"):
+        with_png(table, tmp_path / "png")
+    touch(tmp_path, ["in/7/8_9.png", "in/7_8/9.png"])
+    assert with_png(table, tmp_path / "in")["path"].tolist() == [tmp_path / "in/7/8_9.png", tmp_path / "in/7_8/9.png"]
 
 
 # --- folds --------------------------------------------------------------------------------------------------------------
