@@ -1,0 +1,289 @@
+"""The measurements of tests/bench on tiny images: that they compare like with like, and tell what they measured."""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pydicom
+import pytest
+from pydicom import uid
+
+BENCH = Path(__file__).parent / "bench"
+sys.path.insert(0, str(BENCH))
+
+import build_time  # noqa: E402
+import dicom_time  # noqa: E402
+import samples  # noqa: E402
+import stages  # noqa: E402
+import store_time  # noqa: E402
+import table  # noqa: E402
+import turns  # noqa: E402
+import ways  # noqa: E402
+
+SMALL = (512, 416)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, Path]:
+    return samples.write_made(tmp_path_factory.mktemp("made"), SMALL)
+
+
+def drawn(folder: Path) -> Path:
+    (path,) = samples.write_drawn(folder, 1, (640, 480))
+    return path
+
+
+def content(image: np.ndarray) -> np.ndarray:
+    """What is left of an image without the black rows and columns around it, at 128x64 and as floats."""
+    lit = image > 0.05 * image.max()
+    rows, columns = np.flatnonzero(lit.any(axis=1)), np.flatnonzero(lit.any(axis=0))
+    box = image[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    return cv2.resize(box.astype(np.float32), (64, 128), interpolation=cv2.INTER_AREA)
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.corrcoef(content(a).ravel(), content(b).ravel())[0, 1])
+
+
+def zeros(value: int):
+    """An opener that a process of its own can import."""
+    return lambda size: np.full(size, value)
+
+
+def broken():
+    raise ModuleNotFoundError("No module named 'nobody_has_this'")
+
+
+def dying():
+    return lambda: os._exit(7)
+
+
+# The ways
+
+
+@pytest.mark.parametrize(
+    ("opener", "args", "package"),
+    [
+        (ways.open_pydicom, (), None),
+        (ways.open_dicomsdl, (), "dicomsdl"),
+        (ways.open_monai, ("PydicomReader",), "monai"),
+        (ways.open_medip, (), "medip"),
+    ],
+    ids=["pydicom", "dicomsdl", "monai", "medip"],
+)
+def test_each_way_gives_the_picture_that_ours_gives(opener, args, package, tmp_path):
+    if package:
+        pytest.importorskip(package, reason="pip install -r tests/bench/requirements.txt brings it")
+    path, size = drawn(tmp_path), (256, 128)
+    image = opener(*args)(path, size)
+    assert image.shape == size
+    assert correlation(image, ways.open_rsnakit()(path, size)) > 0.95
+
+
+def test_monochrome1_comes_out_turned_in_the_baseline(tmp_path):
+    path = drawn(tmp_path)
+    header = pydicom.dcmread(path)
+    inverted = 4095 - header.pixel_array
+    other = samples.dicom_files.write(tmp_path / "1.dcm", inverted, PhotometricInterpretation="MONOCHROME1")
+    way = ways.open_pydicom()
+    assert np.abs(way(path, (256, 128)).astype(int) - way(other, (256, 128))).max() <= 1
+
+
+def test_the_baseline_runs_where_nobody_added_a_decoder(made):
+    """rsnakit, imported here, added its own to pydicom's; in a process of its own it is not there."""
+    others = ("gdcm", "pylibjpeg", "pillow")
+    assert ways.first_decoder(made["jpeg2000"], others) == "imagecodecs"
+    turn = turns.Turn(functools.partial, ways.first_decoder)
+    assert turn.call(made["jpeg2000"], others, keep=True).result == "none"
+    turn.close()
+
+
+def test_the_first_decoder_is_the_one_that_pydicom_asks(made):
+    order = [ways.first_decoder(made["jpeg2000"], without) for without in ((), ("gdcm", "pylibjpeg", "imagecodecs"))]
+    assert order[0] in ("gdcm", "pylibjpeg", "pillow")
+    assert order[1] == "pillow"
+    assert ways.first_decoder(made["jpeg_lossless"], ("gdcm", "pylibjpeg", "imagecodecs")) == "none"
+
+
+def test_crop_and_resize_takes_the_largest_bright_piece():
+    image = np.zeros((100, 200), np.uint8)
+    image[20:80, 50:150] = 200
+    image[2:8, 180:190] = 255  # letters
+    image[95, :] = 9  # under the threshold of 5 % of 255
+    assert (ways.crop_and_resize(image, (30, 50)) == 200).all()
+
+
+def test_eight_bits_span_smallest_to_largest():
+    assert ways.to_8_bits(np.array([300, 600, 900], np.uint16)).tolist() == [0, 127, 255]
+
+
+# The images
+
+
+def test_made_files_hold_the_same_twelve_bits(made):
+    pixels = samples.twelve_bits(SMALL)
+    assert pixels.shape == SMALL and pixels.dtype == np.uint16 and 2000 < pixels.max() <= 4095
+    for path, syntax in zip(made.values(), (uid.JPEG2000Lossless, uid.JPEGLosslessSV1), strict=True):
+        header = pydicom.dcmread(path)
+        assert header.file_meta.TransferSyntaxUID == syntax and header.BitsStored == 12
+        np.testing.assert_array_equal(header.pixel_array, pixels)
+
+
+def test_jpeg2000_copies_keep_pixels_and_display(tmp_path):
+    source = samples.dicom_files.write(
+        tmp_path / "a.dcm",
+        samples.twelve_bits(SMALL),
+        WindowCenter=[900, 1],
+        WindowWidth=[700, 1],
+        VOILUTFunction="SIGMOID",
+    )
+    (tmp_path / "copies").mkdir()
+    (copy,) = samples.write_as_jpeg2000(tmp_path / "copies", [source])
+    before, after = pydicom.dcmread(source), pydicom.dcmread(copy)
+    np.testing.assert_array_equal(after.pixel_array, before.pixel_array)
+    assert (after.WindowCenter, after.VOILUTFunction) == (before.WindowCenter, "SIGMOID")
+    assert after.file_meta.TransferSyntaxUID == uid.JPEG2000Lossless
+
+
+# Turns and ratios
+
+
+def test_turns_bring_results_back_and_name_what_fails():
+    opened = {"a": turns.Turn(zeros, 3), "b": turns.Turn(broken), "c": turns.Turn(zeros, 4)}
+    first, timed = turns.in_turn(opened, ((2, 3),), rounds=2)
+    for turn in opened.values():
+        turn.close()
+    assert first["a"].result.tolist() == [[3] * 3] * 2 and first["c"].result.max() == 4
+    assert first["b"].error == "ModuleNotFoundError: No module named 'nobody_has_this'"
+    assert {name: len(calls) for name, calls in timed.items()} == {"a": 2, "c": 2}
+    assert all(call.seconds > 0 and call.result is None for calls in timed.values() for call in calls)
+
+
+def test_a_process_that_dies_costs_its_own_calls_only():
+    turn = turns.Turn(dying)
+    assert turn.call().error == "the process died (exit code 7)"
+    assert "died" in turn.call().error
+    turn.close()
+
+
+def test_ratios_are_taken_round_by_round():
+    # The machine was ten times slower in the second round: the ratio is none the worse.
+    assert turns.ratio([2.0, 30.0, 4.0], [1.0, 10.0, 1.0]) == turns.Ratio(3.0, 2.0, 4.0)
+
+
+def test_a_decoder_is_timed_once():
+    asked = {"pydicom": "pylibjpeg", "pydicom without gdcm": "pylibjpeg", "pydicom alone": "pydicom"}
+    assert dicom_time.same_decoder(asked) == {"pydicom without gdcm": "pydicom"}
+    assert dicom_time.same_decoder(dict.fromkeys(asked, "pydicom")) == dict.fromkeys(list(asked)[1:], "pydicom")
+
+
+def test_a_peer_that_is_faster_is_named_and_one_that_cannot_read_is_no_match():
+    first = {"dicomsdl": turns.Call(1, 1), "MONAI": turns.Call(0, 0, error="RuntimeError: no such decoder")}
+    missing = dict.fromkeys(("MONAI, PydicomReader", "medip"), turns.Call(0, 0, error="ModuleNotFoundError: No module"))
+    ratios = {"dicomsdl": turns.Ratio(1.2, 1.1, 1.3)}
+    assert dicom_time.peers_verdict(ratios, first) == "yes; not installed: MONAI, PydicomReader, medip"
+    ratios = {"dicomsdl": turns.Ratio(0.9, 0.8, 1.3)}
+    assert dicom_time.peers_verdict(ratios, first | missing).startswith("no: dicomsdl (0.90); not installed: MONAI, ")
+
+
+# The measurements themselves, in a round or two
+
+
+def test_dicom_time_compares_a_file_with_its_baseline(made):
+    case = dicom_time.Case("made", made["jpeg2000"], (128, 64), 1e6)
+    (against_target,), (against_all,), (details,) = dicom_time.measure([case], 1, ("rsnakit", "pydicom"))
+    ours, theirs = details["seconds"]["rsnakit"], details["seconds"]["pydicom"]
+    assert details["ratios"]["pydicom"].median == pytest.approx(theirs[0] / ours[0])
+    assert against_target["reached"] == "no"
+    assert against_target["rsnakit, ms"] == pytest.approx(1000 * ours[0])
+    assert against_target["its decoder"] in ("gdcm", "pylibjpeg", "pillow")
+    assert list(against_all) == ["file", "to", "pydicom"]
+
+
+def test_cases_whose_files_are_absent_are_left_out_by_name(made, tmp_path):
+    cases, left_out = dicom_time.find_cases(made, tmp_path)
+    assert [case.target for case in cases[:3]] == [5.5, 14.0, 5.0]
+    assert [reason.split(":")[0] for reason in left_out[-2:]] == ["mg_nema_j2k_lossy", "mg_ge_sigmoid_3windows_jpll"]
+
+
+def test_stages_add_up_to_the_whole(made):
+    (row,) = dicom_time.stage_rows([dicom_time.Case("made", made["jpeg2000"], (128, 64), 1)], 1)
+    names = ("read", "decode", "search", "decode again", "rest")
+    assert all(row[name] > 0 for name in ("read", "decode", "search", "rest"))
+    assert sum(row[name] for name in names) == pytest.approx(row["whole"])
+
+
+def test_differences_of_reduction_are_in_grey_levels(made):
+    """Halving is asked for here, and smooths; where nothing is reduced the two images are one."""
+    reduced = stages.reduction_difference(made["jpeg2000"], (128, 64))
+    assert reduced["reduce"] >= 1
+    assert 0 < reduced["mean"] < reduced["99th percentile"] < reduced["largest"] <= 255
+    assert abs(reduced["brighter"]) <= reduced["mean"]
+    whole = stages.reduction_difference(made["jpeg_lossless"], SMALL)
+    assert (whole["reduce"], whole["largest"], whole["box moved"]) == (0, 0, 0)
+
+
+def test_store_time_tells_times_bits_and_closeness(tmp_path):
+    row, near = store_time.rows_of("drawn", samples.write_drawn(tmp_path, 2, (160, 120)), (128, 64), tmp_path / "s", 1)
+    assert row["size"] == "128x64" and row["images"] == "2 drawn"
+    # 8-bit codes and two uint16 for each 32 pixels, and the index and the manifest of so small a store.
+    assert 9 < row["bits a pixel"] < 11 and 16 < row["raw16, bits"] < 18
+    assert all(row[f"{kind}, ms"] > 0 for kind in ("block8", "raw16", "PNG"))
+    assert len(near) == 2 and all(each["PSNR, dB"] > 60 for each in near)
+
+
+def test_closeness_counts_exact_blocks_and_their_error():
+    image = np.zeros((16, 16), np.uint16)  # eight tiles of 8 x 4
+    image[:8, :8] = np.arange(64).reshape(8, 8)
+    back = image.copy()
+    back[3, 6] += 3  # in the second of the two that aren't constant
+    near = store_time.closeness(back, image)
+    assert near["exact blocks, %"] == 87.5 and near["of those that aren't constant, %"] == 50.0
+    assert near["largest error"] == 3
+    assert near["PSNR, dB"] == pytest.approx(20 * np.log10(4095 / (3 / 16)))  # root of 9 / 256
+    assert store_time.closeness(image, image)["PSNR, dB"] == float("inf")
+
+
+def test_build_time_builds_every_image_and_reckons_the_competition(tmp_path):
+    images = build_time.images_of(samples.write_drawn(tmp_path, 2, (160, 120)), 5)
+    assert images["image_id"].is_unique and images["path"].nunique() == 2
+    seconds, _ = build_time.build(images, build_time.PreprocessConfig(height=64, width=32), n_jobs=1)
+    assert seconds > 0
+    # 100 images in 50 s and in 25 s; the second of three rounds was disturbed.
+    row = build_time.summarize(100, {1: [50.0, 90.0, 50.0], 2: [25.0, 30.0, 25.0]}, [200.0, 350.0])
+    assert (row["images/s, one process"], row["images/s, two"], row["ratio"]) == (2.0, 4.0, 2.0)
+    assert row["54706 images, hours, one process"] == pytest.approx(7.598, abs=1e-3)
+    assert row["4, if they gain as two do"] == pytest.approx(1.8995, abs=1e-3)
+    assert (row["largest process, MB"], row["ratio reached"], row["memory reached"]) == (350.0, "yes", "yes")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+def test_the_peak_of_a_childs_memory_is_seen():
+    with build_time.PeakMemory() as memory:
+        turn = turns.Turn(zeros, 1)
+        turn.call((4096, 4096))  # 128 MiB of int64
+        turn.close()
+    assert 134 < max(memory.mb.values()) < 1000
+
+
+# What is told
+
+
+def test_tables_and_json_are_written(tmp_path, capsys):
+    rows = [
+        {"file": "a|b", "ms": 1234.5, "times": 5.678, "n": 3},
+        {"file": "c", "ms": 0.5, "times": float("inf"), "n": 4},
+    ]
+    path = table.save(tmp_path / "new", "x", {"First": rows, "None": []}, {"raw": turns.Ratio(1.0, 0.5, 2.0)})
+    text = path.read_text()
+    assert (
+        "| file | ms | times | n |\n| --- | --: | --: | --: |\n| a/b | 1234 | 5.68 | 3 |\n| c | 0.5 | inf | 4 |" in text
+    )
+    assert "(no rows)" in text and "numpy" in text.splitlines()[-1] and text.strip() in capsys.readouterr().out
+    data = json.loads((tmp_path / "new" / "x.json").read_text())
+    assert data["details"]["raw"] == [1.0, 0.5, 2.0] and data["machine"]["numpy"] == np.__version__
+    assert data["sections"]["First"][0]["ms"] == 1234.5
