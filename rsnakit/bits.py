@@ -13,6 +13,9 @@ import numpy as np
 CLEARLY = 0.75  # of the roughness of the reading that is preferred: noise comes out rougher or smoother by a little
 
 
+Span = tuple[int, int]  # the smallest and the largest of some values
+
+
 @dataclass(frozen=True)
 class Bits:
     """BitsStored, HighBit and PixelRepresentation of a header."""
@@ -24,7 +27,7 @@ class Bits:
 
 def settle(
     coded: np.ndarray, precision: int, stated: Bits, notes: list[str], says_sign: bool = False
-) -> tuple[np.ndarray, Bits]:
+) -> tuple[np.ndarray, Bits, Span]:
     """Takes from each coded value the bits that are the image's, and its sign.
 
     - The codestream's precision wins over BitsStored where it is smaller.
@@ -43,7 +46,8 @@ def settle(
         says_sign: whether the coding itself says if values have a sign.
 
     Returns:
-        (H, W) values, and what a header that describes them says. `coded` itself where nothing is to be changed.
+        (H, W) values (`coded` itself where nothing is to be changed), what a header that describes them says, and their
+        smallest and largest.
     """
     if precision < stated.stored:
         notes.append(f"BitsStored {stated.stored}, but coded with {precision} bits: taken as {precision}")
@@ -57,6 +61,11 @@ def settle(
     else:
         pixels = coded
     return _mask_unused(pixels, min(stated.stored, precision), notes)
+
+
+def extremes(values: np.ndarray) -> Span:
+    """The smallest and the largest of integers."""
+    return int(values.min()), int(values.max())
 
 
 def _move_down(coded: np.ndarray, stated: Bits, precision: int, notes: list[str]) -> tuple[np.ndarray, int]:
@@ -91,20 +100,20 @@ def _give_sign(coded: np.ndarray, precision: int, is_open: bool, notes: list[str
     return signed
 
 
-def _mask_unused(pixels: np.ndarray, bits: int, notes: list[str]) -> tuple[np.ndarray, Bits]:
+def _mask_unused(pixels: np.ndarray, bits: int, notes: list[str]) -> tuple[np.ndarray, Bits, Span]:
     signed = pixels.dtype.kind == "i"
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
-    smallest, largest = int(pixels.min()), int(pixels.max())
+    smallest, largest = span = extremes(pixels)
     if low <= smallest and largest <= high:
-        return pixels, Bits(bits, bits - 1, signed)
+        return pixels, Bits(bits, bits - 1, signed), span
     unused = 8 * pixels.dtype.itemsize - bits
     masked = pixels << unused >> unused
     if _roughness(pixels) < _roughness(masked):
         notes.append(f"values from {smallest} to {largest} run on past BitsStored {bits}: kept")
         bits = max(largest.bit_length(), (~smallest).bit_length() if smallest < 0 else 0) + signed
-        return pixels, Bits(bits, bits - 1, signed)
+        return pixels, Bits(bits, bits - 1, signed), span
     notes.append(f"bits above BitsStored {bits} masked off")
-    return masked, Bits(bits, bits - 1, signed)
+    return masked, Bits(bits, bits - 1, signed), extremes(masked)
 
 
 def _roughness(pixels: np.ndarray) -> float:

@@ -14,7 +14,7 @@ import pydicom
 from pydicom import uid
 
 from rsnakit import codecs
-from rsnakit.bits import Bits, settle
+from rsnakit.bits import Bits, Span, extremes, settle
 from rsnakit.codecs import FAMILIES, backends, missing_decoder
 from rsnakit.codestream import MAX_PIXELS, Codestream, read_codestream
 from rsnakit.dicomfile import DicomFile, find_pixel_data, parse_header, read_coded, read_uncompressed
@@ -54,14 +54,14 @@ class Stored:
     """A decoded file: `pixels` (H, W) in stored units, `header` without pixel data, `notes` on what was put right.
 
     The header's BitsAllocated, BitsStored, HighBit and PixelRepresentation are those of `pixels`. Uncompressed pixels may be
-    read-only. `span` is the smallest and the largest value of the whole image where `pixels` are a smaller one, which may
-    reach beyond; None means those of `pixels`.
+    read-only. `span` is the smallest and the largest value of the image; where `pixels` are a smaller copy of it they may
+    reach beyond. None means those of `pixels`.
     """
 
     pixels: np.ndarray
     header: pydicom.Dataset
     notes: tuple[str, ...] = ()
-    span: tuple[int, int] | None = None
+    span: Span | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,34 +104,34 @@ class Encoded:
             raise DicomError(self.path, _cause(error)) from error
         return Stored(pixels, self.header, tuple(notes), span)
 
-    def _whole_or_reduced(self, reduce: int, notes: list[str]) -> tuple[np.ndarray, tuple[int, int] | None]:
+    def _whole_or_reduced(self, reduce: int, notes: list[str]) -> tuple[np.ndarray, Span]:
         if not 0 <= reduce < 16:
             raise ValueError(f"reduce={reduce!r}: expected 0 to 15")
         reason = f"it can be halved {self.reductions} times in decoding"
         if 0 < reduce <= self.reductions:
             try:
-                pixels = self._settled(codecs.decode_reduced(self.frame, reduce), notes)
+                pixels, _ = self._settled(codecs.decode_reduced(self.frame, reduce), notes)
                 return pixels, _span_of_reduced(pixels)
             except MemoryError:
                 raise
             except Exception as error:
                 reason = f"decoding it so small failed with {_cause(error)}"
         whole = codecs.decode(self.frame, self.backend) if isinstance(self.frame, Codestream) else self.frame
-        pixels = self._settled(whole, notes)
-        if not reduce:
-            return pixels, None
-        notes.append(f"averaged to 1/{2**reduce} of its size: {reason}")
-        return _average(pixels, 2**reduce), _extremes(pixels)
+        pixels, span = self._settled(whole, notes)
+        if reduce:
+            notes.append(f"averaged to 1/{2**reduce} of its size: {reason}")
+            pixels = _average(pixels, 2**reduce)
+        return pixels, span
 
-    def _settled(self, coded: np.ndarray, notes: list[str]) -> np.ndarray:
+    def _settled(self, coded: np.ndarray, notes: list[str]) -> tuple[np.ndarray, Span]:
         if isinstance(self.frame, Codestream):
             precision, says_sign = self.frame.precision, codecs.says_sign(self.frame)
         else:
             precision, says_sign = 8 * coded.dtype.itemsize, False
-        pixels, bits = settle(coded, precision, self.bits, notes, says_sign)
+        pixels, bits, span = settle(coded, precision, self.bits, notes, says_sign)
         self.header.BitsAllocated, self.header.PixelRepresentation = 8 * pixels.dtype.itemsize, int(bits.signed)
         self.header.BitsStored, self.header.HighBit = bits.stored, bits.high
-        return pixels
+        return pixels, span
 
 
 def read_encoded(path: str | os.PathLike, backend: str = "") -> Encoded:
@@ -263,15 +263,11 @@ def _read_frame(
     return frame
 
 
-def _span_of_reduced(pixels: np.ndarray) -> tuple[int, int]:
-    """The extremes that the whole image has, nearly: a low-pass overshoots at edges, on film by a tenth, and means less."""
+def _span_of_reduced(pixels: np.ndarray) -> Span:
+    """The span of the whole image, nearly: a low-pass overshoots at edges, on film by a tenth, and its means do so less."""
     import cv2
 
-    return _extremes(cv2.blur(pixels, (2, 2)))
-
-
-def _extremes(pixels: np.ndarray) -> tuple[int, int]:
-    return int(pixels.min()), int(pixels.max())
+    return extremes(cv2.blur(pixels, (2, 2)))
 
 
 def _average(pixels: np.ndarray, step: int) -> np.ndarray:

@@ -34,44 +34,46 @@ def to_display(stored: Stored, window: str = "first") -> np.ndarray:
 
 
 def shading(stored: Stored, window: str = "first") -> Callable[[np.ndarray], np.ndarray]:
-    """`to_display` as a function for a part of an image's pixels, or for means of them: shades are a lookup away.
+    """`to_display` as a function for a part of an image's pixels: shades are a lookup away.
 
     Args:
         window: as `to_display` takes it.
 
     Returns:
-        A function from values of the type of `stored.pixels`, none outside their span, to float32 shades of that shape.
+        A function from (h, w) values of the type of `stored.pixels` to float32 shades of that shape.
     """
     if window not in ("first", "none"):
         raise ValueError(f"window={window!r}: expected 'first' or 'none'")
     pixels, header = stored.pixels, stored.header
-    low, high = pixels.min().item(), pixels.max().item()
-    darkest, brightest = stored.span or (low, high)
+    low, high = stored.span or (pixels.min().item(), pixels.max().item())
     if pixels.dtype.kind not in "iu" or pixels.dtype.itemsize > 2:
-        span = _modality(np.array([darkest, brightest]), header)
+        span = _modality(np.array([low, high]), header)
         return lambda values: _in_parts(
-            lambda part, out: np.copyto(out, _shade(_modality(part, header), header, window, span.min(), span.max())),
-            values,
+            lambda part: _shade(_modality(part, header), header, window, span.min(), span.max()), values
         )
-    units = _modality(np.arange(low, high + 1), header)
-    span = units[max(0, darkest - low) : brightest - low + 1]
-    shades = _shade(units, header, window, span.min(), span.max())
-    # Negative values stand in the table where their bits do when they are read without a sign.
+    # One shade for each value that the type has; negative ones stand where their bits do when they are read without a sign.
     unsigned = np.dtype(f"u{pixels.dtype.itemsize}")
-    table = np.zeros(1 << 8 * unsigned.itemsize if low < 0 else high + 1, np.float32)
-    table[np.arange(low, high + 1) & np.iinfo(unsigned).max] = shades
-    # With mode="clip", take needs no buffer beside its output.
-    return lambda values: _in_parts(
-        lambda part, out: np.take(table, part.view(unsigned), out=out, mode="clip"), np.asarray(values)
-    )
+    units = _modality(np.arange(np.iinfo(unsigned).max + 1, dtype=unsigned).view(pixels.dtype), header)
+    span = _modality(np.arange(low, high + 1), header)
+    table = _shade(units, header, window, span.min(), span.max())
+    return lambda values: _look_up(table, values.view(unsigned))
 
 
-def _in_parts(function: Callable[[np.ndarray, np.ndarray], object], values: np.ndarray) -> np.ndarray:
-    """float32 of the shape of `values`, filled by `function(part, out)`, which takes some 8 bytes a pixel of a part."""
+def _look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
+    import cv2
+
+    try:
+        return cv2.LUT(values, table)
+    except cv2.error:  # tables for 16 bits came with OpenCV 5
+        return _in_parts(lambda part: table[part], values)
+
+
+def _in_parts(function: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
+    """float32 of the shape of `values`, by `function`, which takes 8 bytes a pixel and more of the part that it is given."""
     shades = np.empty(values.shape, np.float32)
     rows = 2**20 * len(values) // max(1, values.size) or 1
     for first in range(0, len(values), rows):
-        function(values[first : first + rows], shades[first : first + rows])
+        shades[first : first + rows] = function(values[first : first + rows])
     return shades
 
 

@@ -51,7 +51,8 @@ class RunConfig:
     data_dir: str = ""  # folder of the competition; "": searched for; "demo": the synthetic one
     work_dir: str = ""  # where everything is written; "": work/ in the repository, /kaggle/working/work on Kaggle
     store_dir: str = ""  # packed image store; "": named after its settings, in work_dir/stores
-    store_format: str = setting("block8", choices=("block8", "raw16"))  # 9 bits a pixel, or 16 and exact
+    # block8: 9 bits a pixel; raw16: 16 and exact; png16 and png8: files that others read too, slower
+    store_format: str = setting("block8", choices=("block8", "raw16", "png16", "png8"))
     run: str = ""  # name of the run, a folder name; "": named after the hash of what decides its result
     fold: str = "0"  # a number, or "all"
     device: str = "auto"  # auto, cpu, cuda, cuda:N, mps

@@ -1,20 +1,20 @@
 """Runs and a competition to a submission: every breast of test.csv gets its row, whatever happens to its images."""
 
 import dataclasses
-import time
+import functools
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from rsnakit import data, env, metrics, models, runs
+from rsnakit.batches import for_each_batch
 from rsnakit.files import replacing
 from rsnakit.loop import autocast
 from rsnakit.params import setting
-from rsnakit.preprocess import PreprocessConfig, load_image, status_of
+from rsnakit.preprocess import PreprocessConfig, load_image
 
 COLUMNS = ["prediction_id", "cancer"]  # of a submission
 REPORT_COLUMNS = ["prediction_id", "patient_id", "laterality", "image_id", "status", "score", "seconds", "reason"]
@@ -62,7 +62,8 @@ def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
     for fold, folder in folders.items():
         described[fold] = runs.read_model(folder)
         # Its own weights follow; the ones it began from are neither needed nor, on Kaggle, to be had.
-        config = models.ModelConfig(**{**described[fold]["model"], "weights": "none"})
+        saved = {**described[fold]["model"], "weights": "none"}
+        config = runs.rebuild(models.ModelConfig, saved, folder)
         built[fold] = models.load_weights(models.build_model(config), folder / "best.safetensors")
         built[fold] = built[fold].to(device, memory_format=torch.channels_last).eval()
     first, *others = described.values()
@@ -72,7 +73,7 @@ def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
             raise runs.RunError(f"{run}: folds were trained on differently prepared images: {differences}")
     return Ensemble(
         models=built,
-        preprocess=PreprocessConfig(**first["preprocess"]),
+        preprocess=runs.rebuild(PreprocessConfig, first["preprocess"], run),
         prior=float(np.mean([model["prior"] for model in described.values()])),
     )
 
@@ -122,24 +123,29 @@ def predict(
     wanted = np.arange(len(table))
     if run_config.debug:
         wanted = wanted[table["breast_id"].isin(table["breast_id"].unique()[:4]).to_numpy()]
-    images = _TestImages(table["path"].iloc[wanted].tolist(), ensemble.preprocess)
-    workers = (run_config.n_jobs or env.cores()) if len(images) > 8 else 0
-    loader = DataLoader(
-        images, config.infer_batch_size, num_workers=workers, collate_fn=_collate, worker_init_fn=data.one_thread
-    )
-    with tqdm(total=len(images), desc="inference", unit="image", mininterval=1) as progress:
-        for batch in loader:
+    paths, pixels = table["path"].iloc[wanted].tolist(), ensemble.preprocess
+    n_jobs = (run_config.n_jobs or env.cores()) if len(paths) > 8 else 0
+    with tqdm(total=len(paths), desc="inference", unit="image", mininterval=1) as progress:
+
+        def score(batch: dict) -> None:
             rows = wanted[batch["item"]]
-            score = _score(ensemble, batch["image"], device, precision)
-            status = np.array(batch["status"], dtype=object)
-            odd = ~np.isfinite(score) & (status == "ok")
-            reason = np.where(odd, "the model gave no finite score", np.array(batch["reason"], dtype=object))
-            status[odd] = "failed"
-            values = {"status": status, "reason": reason, "seconds": batch["seconds"]}
-            for name, column in {**values, "score": np.where(status == "ok", score, ensemble.prior)}.items():
+            for name, column in _scored(ensemble, batch, device, precision).items():
                 report.loc[rows, name] = column
             progress.update(len(rows))
+
+        read, shape = functools.partial(load_image, config=pixels), (pixels.height, pixels.width)
+        for_each_batch(paths, read, shape, score, config.infer_batch_size, n_jobs)
     return report[REPORT_COLUMNS]
+
+
+def _scored(ensemble: Ensemble, batch: dict, device: str, precision: str) -> dict[str, np.ndarray | list]:
+    """The columns of a report for a batch: the training prior stands in where there are no pixels or no finite score."""
+    score = _score(ensemble, batch["image"], device, precision)
+    status, reason = np.array(batch["status"], dtype=object), np.array(batch["reason"], dtype=object)
+    odd = ~np.isfinite(score) & (status == "ok")
+    status[odd], reason[odd] = "failed", "the model gave no finite score"
+    score = np.where(status == "ok", score, ensemble.prior)
+    return {"status": status, "reason": reason, "seconds": batch["seconds"], "score": score}
 
 
 @torch.no_grad()
@@ -152,36 +158,6 @@ def _score(ensemble: Ensemble, images: torch.Tensor, device: str, precision: str
             logits = model(images)["cancer"]
         total += logits.cpu().double().sigmoid()  # on the CPU: Apple's GPUs have no float64
     return (total / len(ensemble.models)).numpy()
-
-
-class _TestImages(Dataset):
-    """DICOM files as prepared images; a file that cannot be read is an item too, of zeros, with its reason."""
-
-    def __init__(self, paths: list[Path], config: PreprocessConfig) -> None:
-        self.paths, self.config = [str(path) for path in paths], config
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, item: int) -> dict:
-        begun = time.perf_counter()
-        image, status, reason = np.zeros((self.config.height, self.config.width), np.uint16), "ok", ""
-        try:
-            image = load_image(self.paths[item], self.config)
-        except Exception as error:  # whatever one image does, the others must get their rows
-            status, reason = status_of(error)
-        return {
-            "image": torch.from_numpy(image.astype(np.float32) / 4095)[None],
-            "status": status,
-            "reason": reason,
-            "item": item,
-            "seconds": time.perf_counter() - begun,
-        }
-
-
-def _collate(samples: list[dict]) -> dict:
-    batch = {name: [sample[name] for sample in samples] for name in samples[0]}
-    return {**batch, "image": torch.stack(batch["image"]), "item": np.array(batch["item"])}
 
 
 def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]:

@@ -24,6 +24,7 @@ CONFIGS = (
     "env:RunConfig",
     "demo:DemoConfig",
     "preprocess:PreprocessConfig",
+    "preprocess:BuildConfig",
     "models:ModelConfig",
     "engine:TrainConfig",
     "infer:InferConfig",

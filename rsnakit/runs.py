@@ -91,6 +91,22 @@ def _show(differences: dict[str, tuple]) -> str:
     return "\n".join(f"  {name}: {before!r} before, {now!r} now" for name, (before, now) in differences.items())
 
 
+def rebuild(config: type, saved: Mapping, where: Path) -> object:
+    """A config as a run saved it.
+
+    Raises:
+        RunError: the run was trained by a version of the kit whose config has other settings, which would then be guessed.
+    """
+    names = {field.name for field in dataclasses.fields(config)}
+    if names != saved.keys():
+        missing, unknown = sorted(names - saved.keys()), sorted(saved.keys() - names)
+        raise RunError(
+            f"{where}: trained by another version of the kit: its {config.__name__} lacks {missing or 'nothing'} and has "
+            f"{unknown or 'nothing'} that this version does not know. Use that version, or train again."
+        )
+    return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
+
+
 def find_run(work: Path, name: str, is_demo: bool) -> Path:
     """The folder of a trained run: the named one, else the one last written to.
 

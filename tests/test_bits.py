@@ -150,5 +150,5 @@ def test_modality_lut_is_looked_up_by_the_sign_that_was_decided(tmp_path):
 def test_what_agrees_is_not_touched():
     for coded, bits in ((RAMP, Bits(12, 11, False)), (RAMP.view(np.int16), Bits(16, 15, True))):
         notes = []
-        pixels, settled = settle(coded, bits.stored, bits, notes)
-        assert pixels is coded and settled == bits and not notes
+        pixels, settled, span = settle(coded, bits.stored, bits, notes)
+        assert pixels is coded and settled == bits and span == (coded.min(), coded.max()) and not notes

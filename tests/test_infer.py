@@ -218,6 +218,21 @@ def test_other_settings_of_pixels_are_refused_by_name(run):  # D07
         infer.refuse_other_settings(run, {"height": 128, "width": 32})
 
 
+@pytest.mark.parametrize("part", ["preprocess", "model"])
+def test_weights_of_another_version_of_the_kit_are_refused_instead_of_guessed_at(tmp_path, part):
+    """A setting that a run knows nothing of would get its default, which is not what the run was trained with."""
+    folder = make_run(tmp_path)
+    path = folder / "fold1" / "model.json"
+    described = json.loads(path.read_text())
+    name = {"preprocess": "reduce", "model": "pooling"}[part]
+    del described[part][name]
+    described[part]["older"] = 1
+    for fold in (0, 1):
+        (folder / f"fold{fold}" / "model.json").write_text(json.dumps(described))
+    with pytest.raises(runs.RunError, match=rf"lacks \['{name}'\] and has \['older'\].*train again"):
+        infer.load_ensemble(folder)
+
+
 def test_inference_needs_neither_hub_nor_wheel(tmp_path, competition, monkeypatch):  # M01
     run = make_run(tmp_path, folds=1)
     path = run / "fold0" / "model.json"

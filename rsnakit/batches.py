@@ -1,0 +1,88 @@
+"""Files as batches of prepared images, read by loader processes; a file that kills its process costs itself alone."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from rsnakit import workers
+from rsnakit.data import one_thread
+from rsnakit.prepare import MAX_VALUE, status_of
+
+PREFETCH = 2  # batches that each process reads ahead
+
+
+def for_each_batch(
+    paths: Sequence[Path | str],
+    read: Callable[[str], np.ndarray],
+    shape: tuple[int, int],
+    use: Callable[[dict], None],
+    batch_size: int,
+    n_jobs: int,
+) -> None:
+    """Reads files, and calls `use` with one batch after another.
+
+    Args:
+        paths: the files.
+        read: a file's image, (height, width) uint16 of 12 bits; can be pickled. Whatever it raises costs that file.
+        shape: (height, width); a file that can't be read is a black image of that shape.
+        use: gets a dict of `image` (B, 1, height, width) float32 in [0, 1], `item` (B,) the places in `paths`, and the lists
+            `status` (`ok`, `blank` or `failed`), `reason` and `seconds`. Where a process dies while it is called, it is called
+            again with the same batch.
+        batch_size: images a batch.
+        n_jobs: processes; 0 reads in this one, where a crash is nobody's to catch.
+    """
+    files = _Files(paths, read, shape)
+    left = list(range(len(files)))
+    while left:
+        ahead = PREFETCH if n_jobs else None
+        loader = DataLoader(
+            Subset(files, left), batch_size, num_workers=n_jobs, collate_fn=_collate, worker_init_fn=one_thread,
+            prefetch_factor=ahead,
+        )  # fmt: skip
+        try:
+            for batch in loader:
+                use(batch)
+                left = left[len(batch["item"]) :]
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            # One of the files under way killed its process: each is read in a process of its own, then it goes on.
+            suspects = batch_size * n_jobs * (PREFETCH + 1)
+            for item, found in workers.over_items(files.__getitem__, left[:suspects], max(2, n_jobs)):
+                use(_collate([files.failed(item, found) if isinstance(found, workers.ProcessDied) else found]))
+            left = left[suspects:]
+
+
+class _Files(Dataset):
+    """Files as prepared images; one that cannot be read is an item too, of zeros, with its reason."""
+
+    def __init__(self, paths: Sequence[Path | str], read: Callable, shape: tuple[int, int]) -> None:
+        self.paths, self.read, self.shape = [str(path) for path in paths], read, shape
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, item: int) -> dict:
+        begun = time.perf_counter()
+        try:
+            image = self.read(self.paths[item])
+        except Exception as error:  # whatever one image does, the others must get their rows
+            return self.failed(item, error, time.perf_counter() - begun)
+        return _item(item, image, "ok", "", time.perf_counter() - begun)
+
+    def failed(self, item: int, error: Exception, seconds: float = 0.0) -> dict:
+        return _item(item, np.zeros(self.shape, np.uint16), *status_of(error), seconds)
+
+
+def _item(item: int, image: np.ndarray, status: str, reason: str, seconds: float) -> dict:
+    pixels = image[None].astype(np.float32) / np.float32(MAX_VALUE)
+    return {"image": pixels, "status": status, "reason": reason, "item": item, "seconds": seconds}
+
+
+def _collate(samples: list[dict]) -> dict:
+    batch = {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {**batch, "image": torch.from_numpy(np.stack(batch["image"])), "item": np.array(batch["item"])}
