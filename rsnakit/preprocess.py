@@ -1,128 +1,55 @@
-"""One file to a cropped, resized image, and a whole competition to a store.
-
-`load_image` is the one way from a DICOM file to pixels: training, inference and the notebooks all go through it.
-"""
+"""A whole competition to a store. One file to an image is in prepare.py, whose names this module has too."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
+import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-import cv2
 import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
 import rsnakit
 from rsnakit import dicom, env, store, workers
-from rsnakit.crop import breast_is_right, find_breast
 from rsnakit.files import Lock
+from rsnakit.headers import refuse_missing_decoders, scan_headers
+from rsnakit.jobs import Job, JobError, failed_row, file_size, prepare_into_store, read_lock
 from rsnakit.params import flags, setting
+from rsnakit.prepare import BlankImage, Prepared, PreprocessConfig, load_image, prepare, status_of
+from rsnakit.tables import with_png
+
+__all__ = [
+    "BlankImage", "BuildConfig", "Prepared", "PreprocessConfig", "build_store", "ensure_store", "estimate_bytes",
+    "estimate_seconds", "format_difference", "load_image", "prepare", "sources", "status_of", "store_path",
+]  # fmt: skip
 
 INDEX_ROW_BYTES = 200  # a line of index.csv, rounded up
+PNG_SHARE = {"png16": 0.7, "png8": 0.4}  # of the most that a PNG may take, so much or less is taken by mammograms
 COMMIT_S = 1.0  # what is prepared is put on the disk so often; a kill costs no more than that
-MAX_VALUE = 4095  # prepared images carry 12 significant bits, as mammography detectors mostly do
 
 
 @dataclasses.dataclass(frozen=True)
-class PreprocessConfig:
-    """What shapes pixels, and nothing else: it is hashed into the store and travels with the weights."""
+class BuildConfig:
+    """By which processes a store is made and from where. Nothing here changes a byte of it."""
 
-    height: int = setting(256, low=16, high=4096)  # pixels; enough for the demo, real mammograms want 1024 and more
-    width: int = setting(128, low=16, high=4096)  # pixels; a breast is about twice as high as it is wide
-    window: str = setting("first", choices=("first", "none"))  # the header's first VOI LUT or window, or min-max
-    crop: bool = setting(True)  # to the breast; False keeps the whole frame
-    crop_margin: float = setting(0.02, low=0.0, high=0.5)  # left around the breast, as a share of its box
+    backend: str = setting("loky", choices=("loky", "dask"))  # processes of this machine, or of a Dask cluster
+    address: str = ""  # of a Dask scheduler, tcp://host:8786
+    png_dir: str = ""  # folder of the PNG images, where source is png; "": the competition's folder
 
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A prepared image and how it came about.
-
-    Attributes:
-        image: (height, width) uint16 in 0..4095, the breast at the left edge, padded with 0.
-        box: (top, left, bottom, right), the crop in pixels of the source frame as it is stored, before any turn.
-        flipped: whether it was mirrored to bring the breast to the left.
-        source_shape: (height, width) of the source frame.
-    """
-
-    image: np.ndarray
-    box: tuple[int, int, int, int]
-    flipped: bool
-    source_shape: tuple[int, int]
-
-
-class BlankImage(dicom.DicomError):
-    """A file that decodes to nothing to be seen; it must not pass for a healthy breast."""
-
-
-def status_of(error: Exception) -> tuple[str, str]:
-    """What a table says of an image that could not be prepared: `blank` or `failed`, and the cause in one line."""
-    cause = error.cause if isinstance(error, dicom.DicomError) else f"{type(error).__name__}: {error}"
-    return "blank" if isinstance(error, BlankImage) else "failed", " ".join(cause.split())
-
-
-def load_image(path: Path | str, config: PreprocessConfig) -> np.ndarray:
-    """A DICOM file as (height, width) uint16 with 12 significant bits; see `prepare` for how and what is raised."""
-    return prepare(path, config).image
-
-
-def prepare(path: Path | str, config: PreprocessConfig) -> Prepared:
-    """Reads a DICOM file, applies its window once, crops to the breast, turns it to the left, fits and pads.
-
-    Raises:
-        BlankImage: nearly all pixels have the same value, or get the same shade from the header's window.
-        rsnakit.dicom.DicomError: the file cannot be read; it names file and cause.
-    """
-    stored = dicom.read_stored(path)
-    if dicom.is_blank(stored.pixels):
-        raise BlankImage(path, f"blank image: nearly every stored value is {int(np.median(stored.pixels))}")
-    display = dicom.to_display(stored, config.window)
-    if dicom.is_blank(display[::4, ::4]):
-        raise BlankImage(path, f"blank image: its window leaves nearly every pixel at shade {np.median(display):.2f}")
-    return prepare_display(display, config)
-
-
-def prepare_display(display: np.ndarray, config: PreprocessConfig) -> Prepared:
-    """The part of `prepare` after decoding: from display values, (H, W) float32 in [0, 1], to a prepared image."""
-    height, width = display.shape
-    flipped = breast_is_right(display)
-    if flipped:
-        display = np.ascontiguousarray(display[:, ::-1])
-    box = (0, 0, height, width)
-    if config.crop:
-        box = _with_margin(find_breast(display), config.crop_margin, display.shape)
-    top, left, bottom, right = box
-    image = fit_and_pad(display[top:bottom, left:right], config.height, config.width)
-    image = np.rint(image * MAX_VALUE).astype(np.uint16)
-    if flipped:
-        left, right = width - right, width - left
-    return Prepared(image, (top, left, bottom, right), flipped, (height, width))
-
-
-def fit_and_pad(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resizes (H, W) to fit into (height, width) with its aspect kept; padded with 0 at the right, and above and below."""
-    scale = min(height / image.shape[0], width / image.shape[1])
-    inner = (max(1, min(height, round(image.shape[0] * scale))), max(1, min(width, round(image.shape[1] * scale))))
-    # Area averaging is the one that neither aliases nor rings when shrinking; enlarging it would show its pixels.
-    method = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
-    resized = cv2.resize(image, (inner[1], inner[0]), interpolation=method)
-    padded = np.zeros((height, width), image.dtype)
-    top = (height - inner[0]) // 2
-    padded[top : top + inner[0], : inner[1]] = resized
-    return padded
-
-
-def _with_margin(box: tuple[int, int, int, int], margin: float, shape: tuple[int, int]) -> tuple[int, int, int, int]:
-    top, left, bottom, right = box
-    y, x = round((bottom - top) * margin), round((right - left) * margin)
-    return max(0, top - y), max(0, left - x), min(shape[0], bottom + y), min(shape[1], right + x)
+    def __post_init__(self):
+        if self.backend == "dask" and not self.address:
+            raise ValueError("address: is empty, expected that of the Dask scheduler, such as tcp://host:8786")
+        if self.backend != "dask" and self.address:
+            raise ValueError(
+                f"address: got {self.address!r} with backend {self.backend!r}, which has none; set backend to dask"
+            )
 
 
 def ensure_store(
@@ -161,8 +88,9 @@ def store_path(work: Path, competition: Path, config: PreprocessConfig, run: env
 
 
 def estimate_bytes(n_images: int, config: PreprocessConfig, image_format: str = "block8") -> int:
-    """Disk that a store of so many images takes, index included."""
-    return n_images * (store.record_bytes(image_format, (config.height, config.width)) + INDEX_ROW_BYTES)
+    """Disk that a store of so many images takes, index included; of PNG files about."""
+    image = store.record_bytes(image_format, (config.height, config.width)) * PNG_SHARE.get(image_format, 1)
+    return math.ceil(n_images * (image + INDEX_ROW_BYTES))
 
 
 def estimate_seconds(table: pd.DataFrame, config: PreprocessConfig, n: int = 8) -> float:
@@ -193,12 +121,25 @@ def format_difference(paths: Iterable[Path], config: PreprocessConfig) -> pd.Dat
     return pd.DataFrame(rows).T.round(3)
 
 
+def sources(table: pd.DataFrame, config: PreprocessConfig, build: BuildConfig) -> pd.DataFrame:
+    """The table with the paths of what is prepared: as they are, or of the PNG files where those are the source.
+
+    Raises:
+        rsnakit.tables.TableError: none of the PNG files is there.
+    """
+    if config.source != "png" or all(Path(path).suffix.lower() == ".png" for path in table["path"]):
+        return table
+    return with_png(table, build.png_dir or Path(table["path"].iloc[0]).parents[2])  # the competition's folder
+
+
 def build_store(
     table: pd.DataFrame,
     config: PreprocessConfig,
     out: Path | str,
     n_jobs: int = 0,
     image_format: str = "block8",
+    build: BuildConfig | None = None,
+    headers: pd.DataFrame | None = None,
 ) -> store.Store:
     """Prepares every image of a table into a store; goes on with one begun before, and past files that cannot be read.
 
@@ -206,20 +147,27 @@ def build_store(
         table: a row an image: patient_id and image_id (strings) and path (the DICOM file), as `data.load_table` gives it.
         config: what shapes the pixels. A store made with another config is refused.
         out: the store's folder. Images it holds already are kept and not read again; those without pixels are tried again.
-        n_jobs: processes; 0 means all cores.
-        image_format: `block8`, 9 bits a pixel, or `raw16`, exact.
+        n_jobs: processes; 0 means all cores. A Dask cluster uses all its workers, whatever this says.
+        image_format: `block8`, 9 bits a pixel, `raw16`, exact, or a file an image: `png16`, exact, or `png8`.
+        build: which processes do it; those of this machine if not given. On a cluster, all have to see `out` and the
+            images under the same paths.
+        headers: what `headers.scan_headers` says of these images, if that was asked before.
 
-    Rows are given out in the table's order, so that neither `n_jobs` nor a kill in between changes a byte of images.bin.
+    Rows are given out in the table's order, so that neither processes nor a kill in between change a byte of the images.
 
     Returns:
         The store, with a row for every image of the table: status `ok`, `blank` or `failed` and the reason.
 
     Raises:
         rsnakit.store.StoreError: another config, or an image whose file has another size than the one stored.
-        OSError: the disk has no room (ENOSPC); found out before any work.
+        rsnakit.jobs.JobError: a process of the cluster does not see the store or the images.
+        rsnakit.dicom.DicomError: no decoder for some of the images; found out before any work.
+        OSError: the disk has no room (ENOSPC), found out before any work, or cannot be written to.
         rsnakit.files.LockedError: another process writes to this store.
+        rsnakit.cluster.ClusterError: the cluster cannot be worked with.
     """
-    out = Path(out)
+    out, build = Path(out).absolute(), build or BuildConfig()
+    table = sources(table, config, build)
     lacking = ~table["image_id"].isin(_stored_ids(store.read_index(out)))
     env.check_disk(out, estimate_bytes(int(lacking.sum()), config, image_format), f"store of {lacking.sum()} images")
     with Lock(out, f"store {out.name}"):
@@ -227,72 +175,47 @@ def build_store(
         shape = (config.height, config.width)
         done = store.open_for_writing(out, dataclasses.asdict(config), image_format, shape, versions)
         _check_same_files(done, table, out)
-        kept, row_of = _stored_ids(done), dict(zip(done["image_id"], done["row"], strict=True))
+        if config.source == "dicom" and lacking.any():
+            refuse_missing_decoders(scan_headers(table[lacking], n_jobs) if headers is None else headers, out)
+        kept, row_of = _stored_ids(done), dict(zip(done["image_id"], done["row"].tolist(), strict=True))
         taken = set(row_of.values())
         free_rows = (row for row in itertools.count() if row not in taken)
         todo = [
-            (row_of[image_id] if image_id in row_of else next(free_rows), patient_id, image_id, path)
+            (row_of[image_id] if image_id in row_of else next(free_rows), patient_id, image_id, os.path.abspath(path))
             for patient_id, image_id, path in zip(table["patient_id"], table["image_id"], table["path"], strict=True)
             if image_id not in kept
         ]
-        _fill(todo, config, out, n_jobs or env.cores(), image_format)
+        job = Job(str(out), config, image_format, read_lock(out), elsewhere=build.backend == "dask")
+        work = functools.partial(prepare_into_store, job)
+        results = workers.over_items(work, todo, n_jobs or env.cores(), build.backend, build.address)
+        _collect(results, job, len(todo), len(table))
     return store.Store(out)
 
 
-def _fill(todo: list[tuple], config: PreprocessConfig, out: Path, n_jobs: int, image_format: str) -> None:
-    """Prepares (row, patient_id, image_id, path) each into the store. Processes prepare, and this one alone writes."""
-    results = workers.over_items(functools.partial(_prepare_row, config, image_format), todo, n_jobs)
-    finished, committed, failures = [], time.monotonic(), 0
-    with contextlib.closing(results), tqdm(total=len(todo), unit="image", desc="store", mininterval=1) as progress:
+def _collect(results: Iterator[tuple[tuple, Any]], job: Job, todo: int, total: int) -> None:
+    """Puts the rows of what processes have prepared into the index, and shows how it goes."""
+    finished, committed, counts = [], time.monotonic(), {"failed": 0, "blank": 0}
+    bar = tqdm(total=total, initial=total - todo, unit="image", desc="store", mininterval=1)
+    with contextlib.closing(results), bar as progress:
         try:
-            for item, result in results:
-                died = isinstance(result, workers.ProcessDied)
-                row, record = _failed_row(item, result) if died else result
-                if record is not None:
-                    store.write_record(out, row["row"], record)
+            for item, row in results:
+                row = failed_row(item, row) if isinstance(row, workers.ProcessDied) else row
+                if job.elsewhere and row["source_bytes"] == 0 and file_size(item[3]) > 0:
+                    raise JobError(
+                        f"{item[3]}: is here, and a worker of the cluster does not find it ({row['reason']}): the images "
+                        "must lie in a folder that all workers share, under the same path."
+                    )
                 finished.append(row)
                 if time.monotonic() - committed > COMMIT_S:
-                    store.append_index(out, finished)
+                    store.append_index(Path(job.out), finished)
                     finished, committed = [], time.monotonic()
-                failures += record is None
-                progress.set_postfix(not_ok=failures, refresh=False)
+                if row["status"] in counts:
+                    counts[row["status"]] += 1
+                    progress.set_postfix(counts, refresh=False)
                 progress.update()
         finally:
             if finished:
-                store.append_index(out, finished)
-
-
-def _prepare_row(config: PreprocessConfig, image_format: str, item: tuple) -> tuple[dict, bytes | None]:
-    """Prepares one file: its row of the index, and its record where it has one."""
-    row, patient_id, image_id, path = item
-    begun = time.perf_counter()
-    try:
-        prepared = prepare(path, config)
-    except Exception as error:  # whatever one file does, the others go on
-        return _failed_row(item, error, time.perf_counter() - begun)
-    record = store.encode_record(prepared.image, image_format)
-    names = ("top", "left", "bottom", "right", "source_height", "source_width")
-    numbers = dict(zip(names, (*prepared.box, *prepared.source_shape), strict=True))
-    found = {"row": row, "patient_id": patient_id, "image_id": image_id, "status": "ok", "reason": "", **numbers}
-    seconds = round(time.perf_counter() - begun, 4)
-    return {**found, "flipped": prepared.flipped, "source_bytes": _size(path), "seconds": seconds}, record
-
-
-def _failed_row(item: tuple, error: Exception, seconds: float = 0.0) -> tuple[dict, None]:
-    row, patient_id, image_id, path = item
-    status, reason = status_of(error)
-    logging.getLogger(__name__).info("%s: %s", path, reason)
-    found = {"row": row, "patient_id": patient_id, "image_id": image_id, "status": status, "reason": reason}
-    empty = dict.fromkeys(("source_height", "source_width", "top", "left", "bottom", "right"), 0)
-    return {**found, **empty, "flipped": False, "source_bytes": _size(path), "seconds": round(seconds, 4)}, None
-
-
-def _size(path: Path | str) -> int:
-    """Bytes of a file, 0 where there is none."""
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0
+                store.append_index(Path(job.out), finished)
 
 
 def _stored_ids(index: pd.DataFrame) -> set[str]:
@@ -304,7 +227,7 @@ def _check_same_files(done: pd.DataFrame, table: pd.DataFrame, out: Path) -> Non
     stored = done[done["status"] == "ok"]
     sizes = dict(zip(stored["image_id"], stored["source_bytes"], strict=True))
     for image_id, path in zip(table["image_id"], table["path"], strict=True):
-        if image_id in sizes and (size := _size(path)) not in (0, sizes[image_id]):
+        if image_id in sizes and (size := file_size(path)) not in (0, sizes[image_id]):
             raise store.StoreError(
                 f"{out}: image {image_id} was stored from a file of {sizes[image_id]} bytes and {path} has {size}: this "
                 "store was made from other files, another competition's most likely. Give another store_dir, or delete "

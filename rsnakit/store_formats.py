@@ -10,17 +10,22 @@ The first two are records of one size in images.bin, record r at r times the siz
 competitors' code read, are `images/{patient_id}/{image_id}.png`.
 """
 
+from __future__ import annotations
+
 import io
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
-import pandas as pd
 
 from rsnakit.blocks import BLOCK, Blocks, dequantize_blocks, quantize_blocks
 from rsnakit.files import write_atomic
+
+if TYPE_CHECKING:
+    import pandas as pd  # processes that only write images start faster without it
 
 FORMATS = ("block8", "raw16", "png16", "png8")
 PNG_FORMATS = ("png16", "png8")

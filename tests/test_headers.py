@@ -17,7 +17,7 @@ from pydicom.uid import (
     JPEGLosslessSV1,
 )
 
-from rsnakit import dicom
+from rsnakit import dicom, headers
 from rsnakit.headers import COLUMNS, missing_decoders, refuse_missing_decoders, scan_headers, summary
 
 REPOSITORY = Path(__file__).parents[1]
@@ -194,7 +194,8 @@ def test_sample_keeps_order_and_index(tmp_path):
     assert len(nothing) == 0 and list(nothing.columns) == list(COLUMNS) and missing_decoders(nothing) == ""
 
 
-def test_processes_give_what_one_gives(tmp_path):
+def test_processes_give_what_one_gives(tmp_path, monkeypatch):
+    monkeypatch.setattr(headers, "FEW", 100)
     paths = [write_header(tmp_path / f"{i:03}.dcm", Rows=100 + i) for i in range(140)]
     paths[70] = tmp_path / "nowhere.dcm"
     table = table_of(paths)

@@ -11,12 +11,15 @@ REPOSITORY = Path(__file__).parents[1]
 MODULES = {path.stem: path for path in (REPOSITORY / "rsnakit").glob("*.py") if path.stem != "__init__"}
 # Imports go down this ladder only; within a rung the later ones may use the earlier.
 LADDER = (
-    ("fields", "device", "files", "blocks", "codecs", "look", "metrics", "phantom", "tables", "workers"),
-    ("params", "env", "dicom", "crop", "machines"),
+    (
+        "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
+        "look", "metrics", "phantom", "tables", "cluster", "workers",
+    ),
+    ("params", "env", "display", "dicom", "png", "crop", "machines"),
     ("store", "augment", "losses", "plots_data", "plots", "runs", "history", "checkpoint", "headers"),
-    ("models", "data", "preprocess", "demo", "loop"),
+    ("models", "data", "prepare", "batches", "compare", "jobs", "preprocess", "demo", "loop"),
     ("engine", "infer"),
-)
+)  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 
 

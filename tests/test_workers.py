@@ -2,11 +2,15 @@
 
 import os
 import signal
+import time
 
+import joblib
 import pytest
 
 from rsnakit import workers
 from rsnakit.workers import ProcessDied, over_items
+
+JOBLIB = tuple(map(int, joblib.__version__.split(".")[:2]))
 
 
 def square(item: int) -> tuple[int, int]:
@@ -16,6 +20,12 @@ def square(item: int) -> tuple[int, int]:
 def square_or_die(item: int) -> int:
     if item in (3, 21):
         os.kill(os.getpid(), signal.SIGKILL)
+    return item**2
+
+
+def square_or_hang(item: int) -> int:
+    while item == 14:
+        time.sleep(1)
     return item**2
 
 
@@ -44,13 +54,21 @@ def test_item_that_kills_its_process_is_named_and_the_others_are_done():  # D17
     assert {item: done[item] for item in set(range(40)) - died} == {item: item**2 for item in set(range(40)) - died}
 
 
+@pytest.mark.skipif(JOBLIB < (1, 5), reason="joblib sets no time limit where results come in any order")
+def test_item_over_which_a_process_hangs_is_named_and_the_others_are_done(monkeypatch):
+    monkeypatch.setattr(workers, "STALLED_S", 5)
+    done = dict(over_items(square_or_hang, range(40), 2))
+    assert isinstance(done[14], ProcessDied) and "not done after 5 s" in str(done.pop(14))
+    assert done == {item: item**2 for item in range(40) if item != 14}
+
+
 @pytest.mark.parametrize("n_jobs", [1, 2])
 def test_what_the_function_raises_comes_through(n_jobs):
     with pytest.raises(ZeroDivisionError, match="item 5"):
         list(over_items(square_or_raise, range(40), n_jobs))
 
 
-@pytest.mark.filterwarnings("ignore:.*tasks.*")  # joblib tells how many were in vain
+@pytest.mark.filterwarnings("error:.*tasks.*")
 def test_iteration_that_ends_early_leaves_nothing_at_work():
     results = over_items(square, range(4000), 2)
     next(results)
@@ -59,8 +77,14 @@ def test_iteration_that_ends_early_leaves_nothing_at_work():
     assert workers.CHUNK * workers.AHEAD < 4000
 
 
-def test_processes_are_gone_afterwards():
-    processes = {process for _, (_, process) in over_items(square, range(40), 2)}
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_processes_are_gone_afterwards(interrupted):
+    results = over_items(square, range(40), 2)
+    processes = {next(results)[1][1]}
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            results.throw(KeyboardInterrupt())
+    processes |= {process for _, (_, process) in results}
     assert os.getpid() not in processes
     for process in processes:
         with pytest.raises(ProcessLookupError):
