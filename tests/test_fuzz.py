@@ -4,6 +4,7 @@ Files of every coding are mutated by seeded chance: bits flipped, parts cut, zer
 absurd values. They are read in processes whose memory is limited, as a batch is.
 """
 
+import re
 import struct
 import time
 from collections import Counter
