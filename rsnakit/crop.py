@@ -117,7 +117,9 @@ def _background(small: np.ndarray) -> np.ndarray:
     uneven = cv2.blur(cv2.absdiff(codes, cv2.blur(codes, (5, 5))), (5, 5))
     rows, columns = some = _some(small)
     crowd = np.bincount(codes[some].ravel() // 2, 1 / (uneven[some].ravel() + 2.0), 128)
-    peak = np.argmax(np.convolve(crowd, [1, 2, 3, 2, 1], mode="same")[:64])
+    crowd = np.convolve(crowd, [1, 2, 3, 2, 1], mode="same")
+    peak = np.argmax(crowd > 0.25 * crowd.max())  # the darkest that is common; the top of its hill is just behind
+    peak += np.argmax(crowd[peak : peak + 8])
     y, x = ((np.arange(n, dtype=np.float32) - (n - 1) / 2) / n for n in small.shape)  # from the middle
     terms = np.stack([t.ravel() for t in np.broadcast_arrays(1.0, y[rows], x[columns])], 1)
     values, plane, close = small[some].ravel(), np.array([low + (peak + 0.5) / 128 * span, 0, 0]), None

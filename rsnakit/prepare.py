@@ -16,6 +16,7 @@ from rsnakit.crop import SEARCH_SIDE, Box, locate_breast, shrink
 from rsnakit.params import setting
 
 MAX_VALUE = 4095  # prepared images carry 12 significant bits, as mammography detectors mostly do
+BAND = 16  # rows
 MAX_REDUCE = 2
 GRID = 2**MAX_REDUCE  # pixels; boxes lie on it, and so between the pixels of an image that was halved in decoding
 
@@ -98,7 +99,9 @@ def prepare(path: Path | str, config: PreprocessConfig) -> Prepared:
         pixels, shade, _ = _decode(encoded, reduce, config.window)
     step = 2**reduce
     crop = pixels[top // step : -(-bottom // step), left // step : -(-right // step)]
-    image = fit_and_pad(shade(crop[:, ::-1] if breast.is_right else crop), config.height, config.width)
+    crop = crop[:, ::-1] if breast.is_right else crop
+    half_will_do = _halvings(max(crop.shape[0] / config.height, crop.shape[1] / config.width)) > 0
+    image = fit_and_pad(_halved(shade, crop) if half_will_do else shade(crop), config.height, config.width)
     return Prepared(np.rint(image * MAX_VALUE).astype(np.uint16), box, breast.is_right, shape, reduce)
 
 
@@ -120,8 +123,6 @@ def fit_and_pad(image: np.ndarray, height: int, width: int) -> np.ndarray:
     inner = (max(1, min(height, round(image.shape[0] * scale))), max(1, min(width, round(image.shape[1] * scale))))
     # Area averaging is the one that neither aliases nor rings when shrinking; enlarging it would show its pixels.
     method = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
-    if scale < 0.5 and image.shape[0] % 2 == image.shape[1] % 2 == 0:  # means of 2 x 2 are fast, odd ratios are not
-        image = cv2.resize(image, None, fx=0.5, fy=0.5, interpolation=method)
     resized = cv2.resize(image, (inner[1], inner[0]), interpolation=method)
     padded = np.zeros((height, width), image.dtype)
     top = (height - inner[0]) // 2
@@ -160,6 +161,20 @@ def _sample(pixels: np.ndarray) -> np.ndarray:
     step -= 1 - step % 2
     first_row, first_column = ((n - 1) * (step + 1) // 2 % step for n in pixels.shape)
     return pixels[first_row::step, first_column::step]
+
+
+def _halved(shade: Callable, pixels: np.ndarray) -> np.ndarray:
+    """Means of 2 x 2 shades, in bands that stay in the processor's cache: faster than averaging all at once to any size.
+
+    A last odd row or column is left out.
+    """
+    rows, columns = pixels.shape[0] // 2, pixels.shape[1] // 2
+    half = np.empty((rows, columns), np.float32)
+    for first in range(0, rows, BAND):
+        band = half[first : first + BAND]
+        shades = shade(pixels[2 * first : 2 * (first + len(band)), : 2 * columns])
+        cv2.resize(shades, (columns, len(band)), dst=band, interpolation=cv2.INTER_AREA)
+    return half
 
 
 def _halvings(ratio: float) -> int:

@@ -7,6 +7,7 @@ from frames import ODDITIES, box_of, iou, made_frame, mirrored
 from PIL import Image, ImageDraw, ImageFont
 
 from rsnakit.crop import find_breast, locate_breast, shrink
+from rsnakit.machines import MACHINES, finish
 from rsnakit.phantom import draw_breast
 from rsnakit.prepare import PreprocessConfig, prepare
 
@@ -110,7 +111,7 @@ def test_a_wavelets_small_copy_does_as_well(made):
             assert side in (None, breast.is_right)
             overlaps[seed, oddity] = iou(breast.box, box)
     assert len(overlaps) > 10
-    assert min(overlaps.values()) > 0.93 and np.mean(list(overlaps.values())) > 0.97, overlaps
+    assert min(overlaps.values()) > 0.95, overlaps
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int16, np.float32])
@@ -139,6 +140,21 @@ def test_left_and_right_files_give_the_same_image(size, tmp_path):  # P01
 
 
 # One thing at a time
+
+
+@pytest.mark.parametrize("oddity", ["high_background", "bright_stripe", "white_frame"])
+@pytest.mark.parametrize("number", MACHINES)
+def test_oddities_of_the_demo(oddity, number):
+    rng = np.random.default_rng(number)
+    view, side, density = str(rng.choice(["CC", "MLO"])), str(rng.choice(["L", "R"])), str(rng.choice([*"ABCD"]))
+    pixels, mask = draw_breast(rng, (HEIGHT, WIDTH), view, side, density)
+    row = {"oddity": oddity, "laterality": side, "view": view, "letters": True}
+    display = finish(rng, pixels, mask, row, MACHINES[number]).astype(np.float32) / 4095
+    if oddity == "white_frame":
+        border = HEIGHT // 50
+        mask[:border] = mask[-border:] = mask[:, :border] = mask[:, -border:] = False
+    assert iou(find_breast(display), box_of(mask)) > 0.95
+    assert is_right(display) == (side == "R")
 
 
 @pytest.mark.parametrize(
