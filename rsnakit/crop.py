@@ -60,23 +60,26 @@ def locate_breast(small: np.ndarray, shape: tuple[int, int]) -> Breast:
 def breast_mask(small: np.ndarray) -> np.ndarray:
     """Where the breast is, as bool on a small copy of the frame; nowhere if nothing stands out from a background.
 
+    The mask of a copy much smaller than `SEARCH_SIDE` is a whole number of times as large.
+
     Bright borders are cut off, the background is fitted and taken off, what stands out is freed from gaps, stripes and
     labels, and the largest thick piece that is left is the breast.
     """
     times = max(1, SEARCH_SIDE // max(small.shape))  # what has a pixel in a tiny frame is no speck there
-    small = np.ascontiguousarray(small.repeat(times, axis=0).repeat(times, axis=1), np.float32)
-    small = cv2.medianBlur(small, 3)  # takes lines of one pixel, salt and pepper
+    small = small.repeat(times, axis=0).repeat(times, axis=1) if times > 1 else small
+    small = cv2.medianBlur(np.ascontiguousarray(small, np.float32), 3)  # takes lines of one pixel, salt and pepper
     mask = np.zeros(small.shape, bool)
     dark, light = np.quantile(small[_some(small)], [0.01, 0.99])
     sides = small, small[::-1], small.T, small.T[::-1]
     top, bottom, left, right = (_border(lines, dark, light - dark) for lines in sides)
     inside = slice(top, len(small) - bottom), slice(left, small.shape[1] - right)
     shades = small[inside] - _background(small[inside])
-    contrast = np.quantile(shades[_some(shades)], 0.99)
+    some = _some(shades)
+    contrast = np.quantile(shades[some], 0.99)
     for lines in (shades, shades[::-1], shades.T, shades.T[::-1]):
         _take_off_fog(lines, contrast)
     # The background's noise shows on its dark side, where no tissue mixes in.
-    below = shades[(shades <= 0) & (shades > -0.1 * contrast)]
+    below = shades[some][(shades[some] <= 0) & (shades[some] > -0.1 * contrast)]
     noise = -1.48 * np.median(below) if below.size else np.inf  # a Gaussian's deviation, from its dark half
     if contrast < 0.001 or noise > 0.025 * contrast:  # a blank image, or tissue from edge to edge
         return mask
@@ -211,8 +214,8 @@ def _dark_rim(body: np.ndarray, dark: np.ndarray, black: np.ndarray) -> np.ndarr
 
 def _largest_piece(mask: np.ndarray) -> np.ndarray:
     """The largest connected piece of a mask, bool."""
-    n, labels, stats, _ = cv2.connectedComponentsWithStats(mask.astype(np.uint8), connectivity=4)
-    return labels == 1 + int(np.argmax(stats[1:, cv2.CC_STAT_AREA])) if n > 1 else mask
+    _, pieces = cv2.connectedComponents(mask.astype(np.uint8), connectivity=4)
+    return pieces == np.argmax(np.bincount(pieces[mask])) if mask.any() else mask
 
 
 def _away(mask: np.ndarray) -> np.ndarray:
