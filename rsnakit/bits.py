@@ -63,6 +63,29 @@ def settle(
     return _mask_unused(pixels, min(stated.stored, precision), notes)
 
 
+def refuse_astray(coded: np.ndarray, settled: np.ndarray, stated: Bits) -> None:
+    """Refuses (ValueError) what a decoder makes of a damaged codestream of differences, which decoders say nothing of.
+
+    A fault in one value goes on to the image's end and carries values out of the range of BitsStored: far beyond it, or out
+    of it and back again, so that they jump by all of it where they were `settled` by masking. An overlay's bits come and go
+    without the bits below.
+    """
+    largest, beyond = int(coded.max()), 1 << stated.stored
+    if stated.signed or coded.dtype.kind != "u" or largest < beyond:
+        return
+    if settled is coded:
+        is_astray = largest >= 8 * beyond
+    else:
+        upper = coded >> stated.stored
+        crosses = upper[:, 1:] != upper[:, :-1]
+        jumps = np.abs(np.diff(settled.astype(np.int32), axis=1))[crosses]
+        is_astray = np.median(jumps) > beyond // 2 if jumps.size else bool(np.ptp(upper[:, 0]))  # or whole rows did
+    if is_astray:
+        raise ValueError(
+            f"damaged: values run away, up to {largest} where BitsStored is {stated.stored}; a part of the codestream is wrong"
+        )
+
+
 def extremes(values: np.ndarray) -> Span:
     """The smallest and the largest of integers."""
     return int(values.min()), int(values.max())

@@ -155,6 +155,11 @@ def says_sign(codestream: Codestream) -> bool:
     return codestream.syntax in (*_JPEG_2000, *_HTJ2K)
 
 
+def is_differential(codestream: Codestream) -> bool:
+    """Whether values are coded as differences from each other, so that a fault in one goes on to the image's end."""
+    return codestream.syntax in _JPEG_LOSSLESS
+
+
 def _limit(name: str, codestream: Codestream) -> str | None:
     """Why a decoder that is installed for a coding cannot take this codestream."""
     if name in ("gdcm", "pillow") and codestream.syntax in _JPEG and codestream.precision > 8:

@@ -13,6 +13,7 @@ from pydicom import uid
 MAX_PIXELS = 2**26  # of a frame: twice the largest mammograms, and 128 MiB of 16-bit values
 ZERO_RUN = 4096  # bytes of 0 in a row that no JPEG 2000 coder writes, while an unfinished copy of a file does
 _J2K = b"\xff\x4f\xff\x51"
+_DELIMITER = b"\xfe\xff\xdd\xe0"  # DICOM's end of all fragments
 _END = b"\xff\xd9"
 # Frame headers by their marker, ISO/IEC 10918-1, table B.1, and 14495-1: baseline, extended, progressive, lossless, LS.
 _FRAME_HEADERS = {0xC0: "baseline", 0xC1: "extended", 0xC2: "progressive", 0xC3: "lossless", 0xF7: "LS"}
@@ -81,6 +82,8 @@ def _ended(data: bytes, start: int) -> tuple[str, ...]:
     if end < len(_END):
         raise ValueError("the codestream is cut short: it has no end marker")
     surplus = len(data) - end
+    if _DELIMITER in data[end:]:
+        raise ValueError("bytes of the codestream are missing: its fragment reaches past the end of the pixel data")
     return () if surplus <= 1 else (f"{surplus} surplus bytes after the codestream: passed over",)
 
 

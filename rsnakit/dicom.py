@@ -14,7 +14,7 @@ import pydicom
 from pydicom import uid
 
 from rsnakit import codecs
-from rsnakit.bits import Bits, Span, extremes, settle
+from rsnakit.bits import Bits, Span, extremes, refuse_astray, settle
 from rsnakit.codecs import FAMILIES, backends, missing_decoder
 from rsnakit.codestream import MAX_PIXELS, Codestream, read_codestream
 from rsnakit.dicomfile import DicomFile, find_pixel_data, parse_header, read_coded, read_uncompressed
@@ -129,6 +129,8 @@ class Encoded:
         else:
             precision, says_sign = 8 * coded.dtype.itemsize, False
         pixels, bits, span = settle(coded, precision, self.bits, notes, says_sign)
+        if isinstance(self.frame, Codestream) and codecs.is_differential(self.frame):
+            refuse_astray(coded, pixels, self.bits)
         self.header.BitsAllocated, self.header.PixelRepresentation = 8 * pixels.dtype.itemsize, int(bits.signed)
         self.header.BitsStored, self.header.HighBit = bits.stored, bits.high
         return pixels, span

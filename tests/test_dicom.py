@@ -23,6 +23,7 @@ from pydicom.encaps import encapsulate, encapsulate_extended
 
 from rsnakit import dicom, dicomfile
 from rsnakit.dicom import DicomError, is_blank, read_header, read_stored
+from rsnakit.phantom import draw_breast
 from rsnakit.workers import over_items
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "dicom"
@@ -535,3 +536,30 @@ def test_import_is_light_and_can_be_repeated():
         [sys.executable, "-c", script], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "None set()"
+
+
+@pytest.mark.parametrize("damage", ["zeroed", "dropped", "noise"])
+@pytest.mark.parametrize("at", [0.3, 0.6])
+def test_jpeg_lossless_that_goes_astray_is_refused(tmp_path, damage, at):  # D12
+    """Decoders say nothing: from the fault on, every value is off by what was lost."""
+    pixels, _ = draw_breast(np.random.default_rng(3), (400, 320))
+    path = write(tmp_path / "a.dcm", pixels, jpeg_lossless(16), uid.JPEGLosslessSV1)
+    np.testing.assert_array_equal(read_stored(path).pixels, pixels)
+    raw = bytearray(path.read_bytes())
+    start = int(at * len(raw))
+    noise = np.random.default_rng(0).integers(1, 255, 200, dtype=np.uint8).tobytes()
+    raw[start : start + 200] = {"zeroed": bytes(200), "dropped": b"", "noise": noise}[damage]
+    path.write_bytes(raw)
+    with pytest.raises(
+        DicomError, match=r"a\.dcm: (damaged: values run away|bytes of the codestream are missing|.*cut short)"
+    ):
+        read_stored(path)
+
+
+def test_overlay_bits_in_jpeg_lossless_are_masked_and_no_damage(tmp_path):
+    pixels, _ = draw_breast(np.random.default_rng(3), (400, 320))
+    overlay = pixels.copy()
+    overlay[100:140, 60:200] |= 1 << 13
+    image = read_stored(write(tmp_path / "a.dcm", overlay, jpeg_lossless(16), uid.JPEGLosslessSV1))
+    np.testing.assert_array_equal(image.pixels, pixels)
+    assert "masked" in image.notes[0]
