@@ -73,7 +73,10 @@ def connect(address: str) -> Iterator["Client"]:
         _wait_for_worker(client, address)
         names = {"names": (*SAME, "opencv-python-headless", *NEEDED)}
         scheduler = {"scheduler": client.run_on_scheduler(eval, VERSIONS, names)}
-        _check_packages(eval(VERSIONS, names), scheduler | client.run(eval, VERSIONS, names), address)
+        here = eval(
+            VERSIONS, dict(names)
+        )  # a copy: eval adds the built-ins of this process, which a notebook's has changed
+        _check_packages(here, scheduler | client.run(eval, VERSIONS, names), address)
         _send_package(client)
         yield client
 

@@ -52,7 +52,7 @@ def differences(paths: Iterable[Path | str], config: PreprocessConfig, image_for
             rows[Path(path).stem, name] = {
                 "pixels as they were, %": 100 * (error == 0).mean(),
                 "off by, mean": error.mean(),
-                "99 % are off by less than": np.percentile(error, 99),
+                "99 % are off by at most": np.percentile(error, 99),
                 "largest": error.max(),
                 "crop moved, source pixels": variant.moved,
             }

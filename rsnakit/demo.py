@@ -24,6 +24,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from rsnakit import env
+from rsnakit.fields import check_all
 from rsnakit.machines import MACHINES, TEST_MACHINE, finish, write_dicom
 from rsnakit.params import setting
 from rsnakit.phantom import draw_breast, random_breast, random_finding
@@ -61,6 +62,9 @@ class DemoConfig:
     # Share of patients with a cancer. At the original's 4 % a demo of this size would hold six: too few for four folds.
     demo_rate: float = setting(0.25, low=0.0, high=1.0)
     demo_size: int = setting(640, low=128, high=4096)  # height of a frame, pixels; its width is about 3/4 of that
+
+    def __post_init__(self):
+        check_all(self)
 
 
 # Odds of BIRADS 0, 1, 2 and missing at site 1, of breasts without cancer: without and with a benign finding.

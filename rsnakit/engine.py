@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
 from rsnakit import augment, checkpoint, data, env, history, models, preprocess, runs
+from rsnakit.fields import check_all
 from rsnakit.files import Lock, replacing, write_json
 from rsnakit.loop import evaluate, train_one_epoch
 from rsnakit.losses import cancer_loss
@@ -49,6 +50,7 @@ class TrainConfig:
     select: str = setting("last", choices=("last", "pf1", "ap"))
 
     def __post_init__(self) -> None:
+        check_all(self)
         if self.optimizer not in list_optimizers():
             near = ", ".join(difflib.get_close_matches(self.optimizer, list_optimizers(), 4, cutoff=0.3))
             raise ValueError(f"optimizer: timm has no {self.optimizer!r}; near it: {near}")

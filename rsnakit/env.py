@@ -20,6 +20,7 @@ from pathlib import Path
 
 import rsnakit
 from rsnakit.device import Choice, choose_device, choose_precision
+from rsnakit.fields import check_all
 from rsnakit.params import setting
 
 __all__ = [
@@ -63,6 +64,7 @@ class RunConfig:
     debug: bool = False  # a few patients, in under a minute
 
     def __post_init__(self):
+        check_all(self)
         if self.fold != "all" and not re.fullmatch(r"\d+", self.fold):
             raise ValueError(f"fold: got {self.fold!r}, expected a number such as '0', or 'all'")
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):

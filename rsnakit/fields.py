@@ -101,6 +101,17 @@ def check(value: Any, low: float | None, high: float | None, choices: tuple | No
             raise ValueError
 
 
+def check_all(config: Any) -> None:
+    """Refuses (ValueError) a config with a field that is out of its bounds; what is read from parameters is checked before."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        try:
+            check(value, **bounds(field))
+        except ValueError:
+            raise ValueError(f"{field.name}: got {value!r}, expected {expected(hints[field.name], field)}") from None
+
+
 def expected(hint: Any, field: dataclasses.Field) -> str:
     low, high, choices = bounds(field).values()
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from rsnakit import data, env, metrics, models, runs
 from rsnakit.batches import for_each_batch
+from rsnakit.fields import check_all
 from rsnakit.files import replacing
 from rsnakit.loop import autocast
 from rsnakit.params import setting
@@ -27,6 +28,9 @@ class InferConfig:
     threshold: float | str = setting("auto", low=0.0, high=1.0, choices=("auto", "none"))  # or a number in [0, 1]
     aggregate: str = setting("mean", choices=("mean", "max"))  # of a breast's images
     infer_batch_size: int = setting(8, low=1, high=1024)  # images
+
+    def __post_init__(self):
+        check_all(self)
 
 
 class SubmissionError(ValueError):

@@ -77,9 +77,15 @@ def prepare_into_store(job: Job, item: tuple[int, str, str, str]) -> dict:
         raise OSError(error.errno, message) from error
     names = ("top", "left", "bottom", "right", "source_height", "source_width")
     numbers = dict(zip(names, (*prepared.box, *prepared.source_shape), strict=True))
-    found = {"row": row, "patient_id": patient_id, "image_id": image_id, "status": "ok", "reason": "", **numbers}
+    found = {
+        "row": row,
+        "patient_id": patient_id,
+        "image_id": image_id,
+        "status": "ok",
+        "reason": "; ".join(prepared.notes),
+    }
     seconds = round(time.perf_counter() - begun, 4)
-    return {**found, "flipped": prepared.flipped, "source_bytes": file_size(path), "seconds": seconds}
+    return {**found, **numbers, "flipped": prepared.flipped, "source_bytes": file_size(path), "seconds": seconds}
 
 
 def failed_row(item: tuple[int, str, str, str], error: Exception, seconds: float = 0.0) -> dict:

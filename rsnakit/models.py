@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save
 from timm.models import adapt_input_conv
 from torch import nn
 
+from rsnakit.fields import check_all
 from rsnakit.files import write_atomic
 from rsnakit.params import setting
 
@@ -29,6 +30,7 @@ class ModelConfig:
     drop_path: float = setting(0.0, low=0.0, high=0.95)  # stochastic depth in the backbone, share
 
     def __post_init__(self) -> None:
+        check_all(self)
         if not timm.is_model(self.backbone):
             near = ", ".join(difflib.get_close_matches(self.backbone, timm.list_models(), 4, cutoff=0.3))
             raise ValueError(f"backbone: timm {timm.__version__} has no model {self.backbone!r}; near it: {near}")

@@ -13,6 +13,7 @@ import numpy as np
 
 from rsnakit import dicom, png
 from rsnakit.crop import SEARCH_SIDE, Box, locate_breast, shrink
+from rsnakit.fields import check_all
 from rsnakit.params import setting
 
 MAX_VALUE = 4095  # prepared images carry 12 significant bits, as mammography detectors mostly do
@@ -33,8 +34,12 @@ class PreprocessConfig:
     # JPEG 2000 files are decoded at 1 / 2**reduce of their size: auto takes the smallest that the output does not outgrow.
     # That smooths them, and them alone, a little differently than the resizing does; 0 treats all files alike.
     reduce: int | str = setting("auto", low=0, high=MAX_REDUCE, choices=("auto",))
-    # What the training images are: dicom, or png made of them by somebody, with `window` as that one did (see png.py).
+    # What the training images are: dicom, or png made of them by somebody, with `window` as that one did (see png.py). With
+    # png nothing is decoded at reduced size, so that inference, on DICOM, sees what training saw.
     source: str = setting("dicom", choices=("dicom", "png"))
+
+    def __post_init__(self):
+        check_all(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Prepared:
         flipped: whether it was mirrored to bring the breast to the left.
         source_shape: (height, width) of the source frame.
         reduce: how many times the source was halved in decoding.
+        notes: on what was put right in reading.
     """
 
     image: np.ndarray
@@ -54,6 +60,7 @@ class Prepared:
     flipped: bool
     source_shape: tuple[int, int]
     reduce: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class BlankImage(dicom.DicomError):
@@ -83,9 +90,9 @@ def prepare(path: Path | str, config: PreprocessConfig) -> Prepared:
     """
     encoded = _read(path, config)
     shape = encoded.shape
-    reductions = 0 if config.reduce == 0 else encoded.reductions
+    reductions = 0 if config.reduce == 0 or config.source == "png" else encoded.reductions  # as PNG, which has none
     reduce = min(reductions, _halvings(max(shape) / SEARCH_SIDE))
-    pixels, shade, sample = _decode(encoded, reduce, config.window)
+    stored, shade, sample = _decode(encoded, reduce, config.window)
     breast = locate_breast(shrink(sample), shape)
     box = (0, 0, *shape)
     if config.crop:
@@ -96,13 +103,14 @@ def prepare(path: Path | str, config: PreprocessConfig) -> Prepared:
         wanted = min(MAX_REDUCE, _halvings(max((bottom - top) / config.height, (right - left) / config.width)))
     if min(wanted, reductions) != reduce:
         reduce = min(wanted, reductions)
-        pixels, shade, _ = _decode(encoded, reduce, config.window)
+        stored, shade, _ = _decode(encoded, reduce, config.window)
     step = 2**reduce
-    crop = pixels[top // step : -(-bottom // step), left // step : -(-right // step)]
+    crop = stored.pixels[top // step : -(-bottom // step), left // step : -(-right // step)]
     crop = crop[:, ::-1] if breast.is_right else crop
     half_will_do = _halvings(max(crop.shape[0] / config.height, crop.shape[1] / config.width)) > 0
     image = fit_and_pad(_halved(shade, crop) if half_will_do else shade(crop), config.height, config.width)
-    return Prepared(np.rint(image * MAX_VALUE).astype(np.uint16), box, breast.is_right, shape, reduce)
+    image = np.rint(image * MAX_VALUE).astype(np.uint16)
+    return Prepared(image, box, breast.is_right, shape, reduce, stored.notes)
 
 
 def preview(path: Path | str, config: PreprocessConfig, side: int = 600) -> np.ndarray:
@@ -138,7 +146,7 @@ def _read(path: Path | str, config: PreprocessConfig) -> dicom.Encoded | png.Png
 
 def _decode(
     encoded: dicom.Encoded | png.PngEncoded, reduce: int, window: str
-) -> tuple[np.ndarray, Callable, np.ndarray]:
+) -> tuple[dicom.Stored, Callable, np.ndarray]:
     """Stored values, the function that gives their shades, and those of a sample; BlankImage where there is nothing."""
     stored = encoded.decode(reduce)
     if dicom.is_blank(stored.pixels):
@@ -149,7 +157,7 @@ def _decode(
         raise BlankImage(
             encoded.path, f"blank image: its window leaves nearly every pixel at shade {np.median(sample):.2f}"
         )
-    return stored.pixels, shade, sample
+    return stored, shade, sample
 
 
 def _sample(pixels: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 import rsnakit
 from rsnakit import dicom, env, store, workers
+from rsnakit.fields import check_all
 from rsnakit.files import Lock
 from rsnakit.headers import refuse_missing_decoders, scan_headers
 from rsnakit.jobs import Job, JobError, failed_row, file_size, prepare_into_store, read_lock
@@ -44,6 +45,7 @@ class BuildConfig:
     png_dir: str = ""  # folder of the PNG images, where source is png; "": the competition's folder
 
     def __post_init__(self):
+        check_all(self)
         if self.backend == "dask" and not self.address:
             raise ValueError("address: is empty, expected that of the Dask scheduler, such as tcp://host:8786")
         if self.backend != "dask" and self.address:
@@ -63,7 +65,8 @@ def ensure_store(
     """
     if build:
         return build_store(table, config, path, run.n_jobs, run.store_format)
-    command = f"papermill 02_preprocess.ipynb out.ipynb {flags(run, config)}"
+    png = " -p png_dir FOLDER" if config.source == "png" else ""
+    command = f"papermill 02_preprocess.ipynb out.ipynb {flags(run, config)}{png}"
     if not (path / "manifest.json").exists():
         raise store.StoreError(f"{path}: no image store for these settings yet. This makes it:\n  {command}")
     store.check_settings(store.read_manifest(path), {**dataclasses.asdict(config), "format": run.store_format}, path)
@@ -168,6 +171,8 @@ def build_store(
     """
     out, build = Path(out).absolute(), build or BuildConfig()
     table = sources(table, config, build)
+    if (out / "manifest.json").exists() and not os.access(out, os.W_OK):
+        return _read_only(table, config, out, image_format)
     lacking = ~table["image_id"].isin(_stored_ids(store.read_index(out)))
     env.check_disk(out, estimate_bytes(int(lacking.sum()), config, image_format), f"store of {lacking.sum()} images")
     with Lock(out, f"store {out.name}"):
@@ -189,7 +194,30 @@ def build_store(
         work = functools.partial(prepare_into_store, job)
         results = workers.over_items(work, todo, n_jobs or env.cores(), build.backend, build.address)
         _collect(results, job, len(todo), len(table))
-    return store.Store(out)
+    images = store.Store(out)
+    _refuse_no_pixels(images)
+    return images
+
+
+def _read_only(table: pd.DataFrame, config: PreprocessConfig, out: Path, image_format: str) -> store.Store:
+    """A store that cannot be written to, such as a data set of Kaggle's: as it is, if nothing is missing."""
+    store.check_settings(store.read_manifest(out), {**dataclasses.asdict(config), "format": image_format}, out)
+    images = store.Store(out)
+    _check_same_files(images.index, table, out)
+    missing = int((~table["image_id"].isin(images.index["image_id"])).sum())
+    if missing:
+        raise store.StoreError(
+            f"{out}: {missing} of {len(table)} images are not in it, and it cannot be written to. Give another store_dir."
+        )
+    return images
+
+
+def _refuse_no_pixels(images: store.Store) -> None:
+    reasons = images.index["reason"].str.replace(r"^.*/", "", regex=True).value_counts()
+    if len(images) and not (images.index["status"] == "ok").any():
+        raise store.StoreError(
+            f"{images.path}: not one of {len(images)} images could be prepared. {reasons.iloc[0]} times: {reasons.index[0]}"
+        )
 
 
 def _collect(results: Iterator[tuple[tuple, Any]], job: Job, todo: int, total: int) -> None:

@@ -52,7 +52,8 @@ class Store:
     Attributes:
         path: its folder.
         manifest: what `manifest.json` holds: format, height, width, preprocess (the settings), hash, versions.
-        index: DataFrame, a row an image in the store's order; ids are strings; status is `ok`, `blank` or `failed`.
+        index: DataFrame, a row an image in the store's order; ids are strings; status is `ok`, `blank` or `failed`; reason
+            says why there are no pixels, or of an image that is `ok` what was put right in reading its file.
 
     Raises:
         StoreError: the folder holds no store, one of a format that this version cannot read, or one whose images.bin is

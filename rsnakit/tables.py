@@ -93,7 +93,7 @@ def with_png(table: pd.DataFrame, folder: Path | str) -> pd.DataFrame:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise TableError(f"{folder}: no such folder; name the one that holds the PNG files")
+        raise TableError(f"{folder}: no such folder; png_dir names the one that holds the PNG files")
     ids = list(zip(table["patient_id"], table["image_id"], strict=True))
     splits = sorted({Path(path).parents[1].name for path in table["path"]})
     found: dict[tuple[str, str], Path] = {}
@@ -105,7 +105,8 @@ def with_png(table: pd.DataFrame, folder: Path | str) -> pd.DataFrame:
         (patient, image), inside = ids[0], sorted(os.listdir(folder))
         raise TableError(
             f"{folder}: none of {len(ids):,} images is there. Expected are {patient}/{image}.png or {patient}_{image}.png "
-            f"and so on, in it or in its {' or '.join(splits)}; found {len(inside):,} other names: {', '.join(inside[:3])}"
+            f"and so on, in it or in its {' or '.join(splits)}; png_dir names another folder. "
+            f"Found {len(inside):,} other names: {', '.join(inside[:3])}"
         )
     if len(set(found.values())) < len(found):
         paths = pd.Series(found)

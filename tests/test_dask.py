@@ -1,5 +1,6 @@
 """A store built on a Dask cluster: a scheduler and two workers, started outside the repository, get the same bytes."""
 
+import builtins
 import contextlib
 import json
 import os
@@ -95,7 +96,9 @@ def index_without_times(folder: Path) -> pd.DataFrame:
     return store.read_index(folder).drop(columns="seconds")
 
 
-def test_cluster_changes_no_byte(address, table, finished, tmp_path):
+def test_cluster_changes_no_byte(address, table, finished, tmp_path, monkeypatch):
+    # As in a notebook, whose kernel has a function of its own there, which cannot be pickled.
+    monkeypatch.setattr(builtins, "input", lambda prompt="": prompt)
     build_on(address, table.head(11), tmp_path / "store")
     images = build_on(address, table, tmp_path / "store")  # goes on with it
     assert images.index["status"].value_counts().to_dict() == {"ok": 38, "failed": 1, "blank": 1}

@@ -134,3 +134,15 @@ def test_blank_images_are_refused(tmp_path):  # D12
 def test_missing_file_is_a_dicom_error(tmp_path):
     with pytest.raises(DicomError, match=r"nowhere\.dcm"):
         load_image(tmp_path / "nowhere.dcm", CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("height", 0, "from 16 to 4096"), ("window", "minmax", "'first', 'none'"), ("reduce", "nonsense", "'auto'"),
+        ("reduce", 5, "from 0 to 2"), ("source", "jpg", "'dicom', 'png'"), ("crop_margin", 0.9, "0.5"),
+    ],
+)  # fmt: skip
+def test_settings_made_in_python_are_checked_too(setting, value, expected):
+    with pytest.raises(ValueError, match=f"{setting}: got {value!r}, expected .*{expected}"):
+        PreprocessConfig(**{setting: value})

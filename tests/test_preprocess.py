@@ -468,6 +468,38 @@ def test_build_in_processes_leaves_nothing_behind_and_says_little(table, tmp_pat
     assert len(said) < 3000
 
 
+def test_not_one_image_is_an_error_with_the_commonest_reason(tmp_path):
+    table = write_many(tmp_path / "files", 5)
+    for path in table["path"]:
+        Path(path).write_text("notes on the images, " * 20)
+    with pytest.raises(StoreError, match=r"not one of 5 images could be prepared. 5 times: not a DICOM file"):
+        build_store(table, CONFIG, tmp_path / "store", n_jobs=1)
+    assert len(store.read_index(tmp_path / "store")) == 5
+    write(Path(table["path"][0]), phantom(), **WINDOW)  # and it goes on where the files are there
+    assert (build_store(table, CONFIG, tmp_path / "store", n_jobs=1).index["status"] == "ok").sum() == 1
+
+
+def test_what_was_put_right_in_a_file_stands_in_its_row(tmp_path):
+    table = write_many(tmp_path / "files", 3)
+    write(Path(table["path"][1]), phantom(1), BitsStored=None, **WINDOW)
+    index = build_store(table, CONFIG, tmp_path / "store", n_jobs=1).index
+    assert index["status"].tolist() == ["ok"] * 3
+    assert index["reason"].tolist() == ["", "no BitsStored: taken as 16", ""]
+
+
+def test_store_that_cannot_be_written_to_is_read_as_it_is(table, finished, tmp_path, monkeypatch):
+    """As a data set of Kaggle's; root may write wherever a folder's mode says no, so the question is answered for it."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    before = sorted(finished.iterdir())
+    images = build_store(table, CONFIG, finished, n_jobs=1)
+    assert len(images) == 36 and sorted(finished.iterdir()) == before
+    with pytest.raises(StoreError, match="height is 64 in the store and 96 now"):
+        build_store(table, PreprocessConfig(height=96, width=32), finished, n_jobs=1)
+    more = pd.concat([table, table.head(1).assign(image_id="new")], ignore_index=True)
+    with pytest.raises(StoreError, match="1 of 37 images are not in it, and it cannot be written to"):
+        build_store(more, CONFIG, finished, n_jobs=1)
+
+
 # What notebooks ask
 
 

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from dicom_files import j2k, jpeg_lossless, write
@@ -42,6 +43,16 @@ def test_reduction_is_the_largest_that_the_output_does_not_outgrow(tmp_path, siz
     prepared = prepare(one, config)
     assert prepared.reduce == expected and prepare(other, config).reduce == 0
     assert prepared.box == (0, 0, *LARGE) and prepared.source_shape == LARGE and prepared.image.shape == size
+
+
+def test_what_is_trained_on_png_decodes_dicom_whole(tmp_path):  # D07
+    """A PNG holds the whole image, so inference must not see another one of the DICOM file."""
+    path, _ = in_both_codings(tmp_path, large())
+    config = PreprocessConfig(height=100, width=80, source="png")
+    prepared = prepare(path, config)
+    assert prepared.reduce == 0
+    cv2.imwrite(str(tmp_path / "a.png"), large() * 16 + large() // 256)
+    assert np.abs(load_image(tmp_path / "a.png", config).astype(int) - prepared.image).max() <= 1
 
 
 def test_without_reduction_all_codings_are_alike(tmp_path):
