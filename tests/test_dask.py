@@ -97,7 +97,8 @@ def index_without_times(folder: Path) -> pd.DataFrame:
 
 
 def test_cluster_changes_no_byte(address, table, finished, tmp_path, monkeypatch):
-    # As in a notebook, whose kernel has a function of its own there, which cannot be pickled.
+    # As in a notebook, whose kernel has a function of its own there: the built-in one can't be pickled then.
+    monkeypatch.setattr(builtins, "replaced", builtins.input, raising=False)
     monkeypatch.setattr(builtins, "input", lambda prompt="": prompt)
     build_on(address, table.head(11), tmp_path / "store")
     images = build_on(address, table, tmp_path / "store")  # goes on with it
