@@ -73,9 +73,8 @@ def connect(address: str) -> Iterator["Client"]:
         _wait_for_worker(client, address)
         names = {"names": (*SAME, "opencv-python-headless", *NEEDED)}
         scheduler = {"scheduler": client.run_on_scheduler(eval, VERSIONS, names)}
-        here = eval(
-            VERSIONS, dict(names)
-        )  # a copy: eval adds the built-ins of this process, which a notebook's has changed
+        # A copy, since eval adds the built-in functions to it, and a notebook's own one can't be pickled.
+        here = eval(VERSIONS, dict(names))
         _check_packages(here, scheduler | client.run(eval, VERSIONS, names), address)
         _send_package(client)
         yield client

@@ -1,6 +1,5 @@
 """A store built on a Dask cluster: a scheduler and two workers, started outside the repository, get the same bytes."""
 
-import builtins
 import contextlib
 import json
 import os
@@ -12,8 +11,10 @@ import time
 from pathlib import Path
 
 import joblib
+import nbformat
 import numpy as np
 import pandas as pd
+import papermill
 import pytest
 from dicom_files import j2k, write
 from phantoms import CONFIG, deadly, write_many
@@ -96,16 +97,26 @@ def index_without_times(folder: Path) -> pd.DataFrame:
     return store.read_index(folder).drop(columns="seconds")
 
 
-def test_cluster_changes_no_byte(address, table, finished, tmp_path, monkeypatch):
-    # As in a notebook, whose kernel has a function of its own there: the built-in one can't be pickled then.
-    monkeypatch.setattr(builtins, "replaced", builtins.input, raising=False)
-    monkeypatch.setattr(builtins, "input", lambda prompt="": prompt)
+def test_cluster_changes_no_byte(address, table, finished, tmp_path):
     build_on(address, table.head(11), tmp_path / "store")
     images = build_on(address, table, tmp_path / "store")  # goes on with it
     assert images.index["status"].value_counts().to_dict() == {"ok": 38, "failed": 1, "blank": 1}
     assert (tmp_path / "store" / "images.bin").read_bytes() == (finished / "images.bin").read_bytes()
     pd.testing.assert_frame_equal(index_without_times(tmp_path / "store"), index_without_times(finished))
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["images.bin", "index.csv", "manifest.json"]
+
+
+def test_a_notebook_finds_the_cluster(address, tmp_path):
+    """Its kernel has built-in functions of its own, which can't be pickled."""
+    code = f"import sys\nsys.path.insert(0, {str(Path(rsnakit.__file__).parents[1])!r})\n"
+    code += "from rsnakit.workers import over_items\n"
+    code += f"print(sorted(over_items(abs, range(-3, 0), 1, 'dask', {address!r})))"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbformat.write(notebook, tmp_path / "a.ipynb")
+    out = papermill.execute_notebook(
+        tmp_path / "a.ipynb", tmp_path / "out.ipynb", kernel_name="python3", progress_bar=False
+    )
+    assert out.cells[0].outputs[-1].text == "[(-3, 3), (-2, 2), (-1, 1)]\n"
 
 
 def test_file_that_kills_its_worker_is_named_and_the_rest_is_done(address, table, finished, tmp_path, monkeypatch):
