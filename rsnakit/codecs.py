@@ -113,7 +113,7 @@ def decode(codestream: Codestream, backend: str = "") -> np.ndarray:
         raise
     except BaseException as error:  # a panic in Rust, which pylibjpeg-rle is written in, comes as one
         text = " ".join(str(error).split())
-        raise ValueError(f"{name} cannot decode it: {type(error).__name__}: {text}") from error
+        raise ValueError(f"damaged or cut short: {name} cannot decode it: {type(error).__name__}: {text}") from error
     if pixels.shape != codestream.shape:
         raise ValueError(f"{name} made {pixels.shape} pixels of {codestream.shape}")
     room = 8 * pixels.dtype.itemsize - codestream.precision
