@@ -238,7 +238,7 @@ def test_everything_works_with_what_else_is_installed(tmp_path, blocked, left): 
 def test_a_backend_that_fails_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "a.dcm", picture(12), j2k(12), uid.JPEG2000)
     monkeypatch.setattr(codecs, "_with_imagecodecs", lambda _: (_ for _ in ()).throw(RuntimeError("opj_decode failed")))
-    with pytest.raises(DicomError, match=r"a\.dcm: damaged or cut short: imagecodecs cannot decode it: RuntimeError: opj_decode failed"):
+    with pytest.raises(DicomError, match=r"a\.dcm: damaged or cut short: imagecodecs cannot decode it: RuntimeError"):
         read_stored(path)
 
 
