@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from rsnakit import workers
 from rsnakit.data import one_thread
-from rsnakit.prepare import MAX_VALUE, status_of
+from rsnakit.prepare import status_of
+from rsnakit.store_formats import MAX_VALUE
 
 PREFETCH = 2  # batches that each process reads ahead
 

@@ -45,6 +45,11 @@ class DicomError(Exception):
         super().__init__(str(path), cause)  # both in args, so that the error survives the way back from a process
         self.path, self.cause = str(path), cause
 
+    @classmethod
+    def of(cls, path: str | os.PathLike, error: Exception) -> DicomError:
+        """What went wrong with a file in one line; an error that isn't ours is named by its type too."""
+        return cls(path, _cause(error))
+
     def __str__(self) -> str:
         return f"{self.path}: {self.cause}"
 
@@ -101,7 +106,7 @@ class Encoded:
         try:
             pixels, span = self._whole_or_reduced(reduce, notes)
         except Exception as error:
-            raise DicomError(self.path, _cause(error)) from error
+            raise DicomError.of(self.path, error) from error
         return Stored(pixels, self.header, tuple(notes), span)
 
     def _whole_or_reduced(self, reduce: int, notes: list[str]) -> tuple[np.ndarray, Span]:
@@ -125,12 +130,12 @@ class Encoded:
 
     def _settled(self, coded: np.ndarray, notes: list[str]) -> tuple[np.ndarray, Span]:
         if isinstance(self.frame, Codestream):
-            precision, says_sign = self.frame.precision, codecs.says_sign(self.frame)
+            says_sign = codecs.says_sign(self.frame)
+            pixels, bits, span = settle(coded, self.frame.precision, self.bits, notes, says_sign)
+            if codecs.is_differential(self.frame):
+                refuse_astray(coded, pixels, self.bits)
         else:
-            precision, says_sign = 8 * coded.dtype.itemsize, False
-        pixels, bits, span = settle(coded, precision, self.bits, notes, says_sign)
-        if isinstance(self.frame, Codestream) and codecs.is_differential(self.frame):
-            refuse_astray(coded, pixels, self.bits)
+            pixels, bits, span = settle(coded, 8 * coded.dtype.itemsize, self.bits, notes)
         self.header.BitsAllocated, self.header.PixelRepresentation = 8 * pixels.dtype.itemsize, int(bits.signed)
         self.header.BitsStored, self.header.HighBit = bits.stored, bits.high
         return pixels, span
@@ -157,7 +162,7 @@ def read_encoded(path: str | os.PathLike, backend: str = "") -> Encoded:
         reductions = codecs.reductions(frame) if is_plain else 0
         return Encoded(str(path), header, frame, bits, backend, reductions, (*notes, *frame.notes))
     except Exception as error:
-        raise DicomError(path, _cause(error)) from error
+        raise DicomError.of(path, error) from error
 
 
 def read_stored(path: str | os.PathLike, backend: str = "") -> Stored:
@@ -185,7 +190,7 @@ def read_header(path: str | os.PathLike) -> pydicom.Dataset:
             header.buffer = None
             return header
     except Exception as error:
-        raise DicomError(path, _cause(error)) from error
+        raise DicomError.of(path, error) from error
 
 
 def is_blank(pixels: np.ndarray) -> bool:

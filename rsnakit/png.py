@@ -76,7 +76,7 @@ class PngEncoded:
             if self.window == "first":
                 _refuse_detector_values(pixels)
         except Exception as error:
-            raise _error(self.path, error) from error
+            raise DicomError.of(self.path, error) from error
         return Stored(pixels, _dicom_header(self.path, pixels), tuple(notes))
 
 
@@ -100,7 +100,7 @@ def read_encoded(path: str | os.PathLike, window: str = "none") -> PngEncoded:
                 f"cut short, or its header is wrong: {len(data):,} bytes can't hold {header.rows} x {header.columns} pixels"
             )
     except Exception as error:
-        raise _error(path, error) from error
+        raise DicomError.of(path, error) from error
     notes = [f"stored as {COLORS[header.color]}, read as grey"] if header.color else []
     return PngEncoded(str(path), (header.rows, header.columns), data, window, notes=tuple(notes))
 
@@ -111,7 +111,7 @@ def read_header(path: str | os.PathLike) -> PngHeader:
         with open(path, "rb") as file:
             return _parse(file.read(HEADER_BYTES))
     except Exception as error:
-        raise _error(path, error) from error
+        raise DicomError.of(path, error) from error
 
 
 # Bytes to chunks (ISO/IEC 15948)
@@ -212,8 +212,3 @@ def _dicom_header(path: str, pixels: np.ndarray) -> Dataset:
     header.PixelRepresentation, header.PhotometricInterpretation = 0, "MONOCHROME2"
     header.WindowCenter, header.WindowWidth, header.VOILUTFunction = white / 2, white, "LINEAR_EXACT"
     return header
-
-
-def _error(path: str | os.PathLike, error: Exception) -> DicomError:
-    text = " ".join(str(error).split())
-    return DicomError(path, text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}".rstrip(": "))

@@ -15,8 +15,8 @@ from rsnakit import dicom, png
 from rsnakit.crop import SEARCH_SIDE, Box, locate_breast, shrink
 from rsnakit.fields import check_all
 from rsnakit.params import setting
+from rsnakit.store_formats import MAX_VALUE
 
-MAX_VALUE = 4095  # prepared images carry 12 significant bits, as mammography detectors mostly do
 BAND = 16  # rows
 MAX_REDUCE = 2
 GRID = 2**MAX_REDUCE  # pixels; boxes lie on it, and so between the pixels of an image that was halved in decoding

@@ -69,14 +69,7 @@ def ensure_store(
     command = f"papermill 02_preprocess.ipynb out.ipynb {flags(run, config)}{png}"
     if not (path / "manifest.json").exists():
         raise store.StoreError(f"{path}: no image store for these settings yet. This makes it:\n  {command}")
-    store.check_settings(store.read_manifest(path), {**dataclasses.asdict(config), "format": run.store_format}, path)
-    opened = store.Store(path)
-    missing = ~table["image_id"].isin(opened.index["image_id"])
-    if missing.any():
-        raise store.StoreError(
-            f"{path}: {int(missing.sum())} of {len(table)} images are not in it yet. This goes on with it:\n  {command}"
-        )
-    return opened
+    return _open_whole(table, config, path, run.store_format, f" yet. This goes on with it:\n  {command}")
 
 
 def store_path(work: Path, competition: Path, config: PreprocessConfig, run: env.RunConfig) -> Path:
@@ -201,14 +194,21 @@ def build_store(
 
 def _read_only(table: pd.DataFrame, config: PreprocessConfig, out: Path, image_format: str) -> store.Store:
     """A store that cannot be written to, such as a data set of Kaggle's: as it is, if nothing is missing."""
-    store.check_settings(store.read_manifest(out), {**dataclasses.asdict(config), "format": image_format}, out)
-    images = store.Store(out)
+    what_to_do = ", and it cannot be written to. Give another store_dir."
+    images = _open_whole(table, config, out, image_format, what_to_do)
     _check_same_files(images.index, table, out)
+    return images
+
+
+def _open_whole(
+    table: pd.DataFrame, config: PreprocessConfig, path: Path, image_format: str, what_to_do: str
+) -> store.Store:
+    """A store made with these settings; StoreError for another, and with `what_to_do` for one that lacks images."""
+    store.check_settings(store.read_manifest(path), {**dataclasses.asdict(config), "format": image_format}, path)
+    images = store.Store(path)
     missing = int((~table["image_id"].isin(images.index["image_id"])).sum())
     if missing:
-        raise store.StoreError(
-            f"{out}: {missing} of {len(table)} images are not in it, and it cannot be written to. Give another store_dir."
-        )
+        raise store.StoreError(f"{path}: {missing} of {len(table)} images are not in it{what_to_do}")
     return images
 
 
