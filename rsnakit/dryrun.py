@@ -1,0 +1,88 @@
+"""A forward pass that computes nothing: shapes alone, in milliseconds, on torch's meta device.
+
+The model is called with stand-ins for its weights and buffers, so that it keeps no trace: no statistics move, no random
+number is drawn, no memory is taken, and its device does not matter.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def run(model: nn.Module, *inputs: torch.Tensor, method: str = "forward", grad: bool = False, **options: Any) -> Any:
+    """What a model gives for inputs, as tensors on the meta device: shapes and types without values.
+
+    Args:
+        inputs: on any device; of a tensor only shape and type are used. `torch.empty(1, 3, 224, 224, device="meta")` is enough.
+        method: of the model, to be called in place of `forward`.
+        grad: whether the result can be differentiated, as counting what is kept for backward needs.
+        options: further arguments of the method.
+
+    Raises:
+        Whatever the model raises for inputs of such shapes; a few models compute with values and cannot be run so.
+    """
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    meta: dict[int, torch.Tensor] = {}  # by identity, so that tied weights stay tied
+    for tensor in named.values():
+        if id(tensor) not in meta:
+            stand_in = torch.empty_like(tensor, device="meta")
+            meta[id(tensor)] = stand_in.requires_grad_(grad and tensor.requires_grad)
+    caller = model if method == "forward" else _Method(model, method)
+    prefix = "" if method == "forward" else "model."
+    tensors = {f"{prefix}{name}": meta[id(tensor)] for name, tensor in named.items()}
+    arguments = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs)
+    with torch.set_grad_enabled(grad):
+        return torch.func.functional_call(caller, tensors, arguments, options)
+
+
+def shapes(
+    model: nn.Module, names: list[str], *inputs: torch.Tensor
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of the first tensor that goes into, and comes out of, each named module when the model runs on the inputs.
+
+    A module that the pass does not reach is missing; one that is called several times counts with its first call.
+    """
+    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def note(name: str) -> Callable:
+        def hook(_: nn.Module, arguments: tuple, output: Any) -> None:
+            into, out = first_tensor(arguments), first_tensor(output)
+            if into is not None and out is not None:
+                found.setdefault(name, (tuple(into.shape), tuple(out.shape)))
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(note(name)) for name in names]
+    try:
+        run(model, *inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """The first tensor in a value that may be one, or a list, tuple or dict of them."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, dict):
+        value = value.values()
+    if isinstance(value, list | tuple) or type(value).__name__ == "dict_values":
+        return next((tensor for tensor in map(first_tensor, value) if tensor is not None), None)
+    return None
+
+
+class _Method(nn.Module):
+    """A method of a model as a module, which is what `functional_call` takes."""
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        super().__init__()
+        self.model, self.method = model, method
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.model, self.method)(*arguments, **options)
