@@ -11,33 +11,55 @@ import torch
 from torch import nn
 
 
-def run(model: nn.Module, *inputs: torch.Tensor, method: str = "forward", grad: bool = False, **options: Any) -> Any:
+def run(
+    model: nn.Module,
+    *inputs: torch.Tensor,
+    method: str = "forward",
+    grad: bool = False,
+    weights: dict[str, torch.Tensor] | None = None,
+    **options: Any,
+) -> Any:
     """What a model gives for inputs, as tensors on the meta device: shapes and types without values.
 
     Args:
         inputs: on any device; of a tensor only shape and type are used. `torch.empty(1, 3, 224, 224, device="meta")` is enough.
         method: of the model, to be called in place of `forward`.
         grad: whether the result can be differentiated, as counting what is kept for backward needs.
+        weights: as `stand_ins` gives them, to ask for their gradients; by default new ones.
         options: further arguments of the method.
 
     Raises:
         Whatever the model raises for inputs of such shapes; a few models compute with values and cannot be run so.
     """
-    named = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    meta: dict[int, torch.Tensor] = {}  # by identity, so that tied weights stay tied
-    for tensor in named.values():
-        if id(tensor) not in meta:
-            stand_in = torch.empty_like(tensor, device="meta")
-            meta[id(tensor)] = stand_in.requires_grad_(grad and tensor.requires_grad)
-    caller = model if method == "forward" else _Method(model, method)
-    prefix = "" if method == "forward" else "model."
-    tensors = {f"{prefix}{name}": meta[id(tensor)] for name, tensor in named.items()}
+    if weights is None:
+        weights = stand_ins(model, grad)
+    caller = model
+    if method != "forward":
+        caller, weights = _Method(model, method), {f"model.{name}": tensor for name, tensor in weights.items()}
     arguments = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs)
-    with torch.set_grad_enabled(grad):
-        return torch.func.functional_call(caller, tensors, arguments, options)
+    try:
+        with torch.set_grad_enabled(grad):
+            return torch.func.functional_call(caller, weights, arguments, options, tie_weights=False)
+    finally:
+        for module in model.modules():  # LeViT and its like keep a table a device
+            getattr(module, "attention_bias_cache", {}).pop("meta", None)
+
+
+def stand_ins(model: nn.Module, grad: bool = False) -> dict[str, torch.Tensor]:
+    """Meta tensors in the place of a model's weights and buffers, by name; tied ones are one.
+
+    A module that stands in several places counts once: functional_call would else leave its stand-ins in it.
+    """
+    found: dict[str, torch.Tensor] = {}
+    made: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                made[id(tensor)] = torch.empty_like(tensor, device="meta").requires_grad_(grad and tensor.requires_grad)
+            found[f"{path}.{name}" if path else name] = made[id(tensor)]
+    return found
 
 
 def shapes(

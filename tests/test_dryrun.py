@@ -58,6 +58,24 @@ def test_it_leaves_no_trace():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_modules_that_stand_in_two_places_are_as_before():
+    model = timm.create_model("coat_tiny", num_classes=0).eval()
+    dryrun.run(model, torch.empty(1, 3, 224, 224))
+    assert not [
+        n
+        for n, m in model.named_modules()
+        for t in (*m._parameters.values(), *m._buffers.values())
+        if t is not None and t.is_meta
+    ]
+
+
+def test_tables_kept_by_device_are_as_before():
+    model = timm.create_model("levit_128s").eval()
+    dryrun.run(model, torch.empty(1, 3, 224, 224))
+    kept = [m.attention_bias_cache for m in model.modules() if hasattr(m, "attention_bias_cache")]
+    assert kept and not any(kept)
+
+
 def test_no_trace_after_an_error_either():
     model = timm.create_model("test_resnet")
     with pytest.raises(RuntimeError):
