@@ -1,35 +1,50 @@
-"""Dataset and samplers: what is trained on, and in which order it comes. Tables and folds are those of `tables`."""
+"""Datasets and their batches: what is trained on. Tables and folds are those of `tables`, the order is that of `samplers`."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 import pandas as pd
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, default_collate
 
+from rsnakit.samplers import BalancedSampler
 from rsnakit.store import Store
 from rsnakit.tables import TableError, check_folds, count_folds, debug_subset, fingerprint, load_table, make_folds
+from rsnakit.targets import target_values, view_ids
 
 __all__ = [
-    "BalancedSampler", "MammogramDataset", "TableError", "check_folds", "count_folds", "debug_subset", "fingerprint",
-    "load_table", "make_folds", "one_thread", "sample_seed", "usable",
+    "BalancedSampler", "MammogramDataset", "Side", "TableError", "check_folds", "collate", "count_folds", "debug_subset",
+    "fingerprint", "grouped", "load_table", "make_folds", "one_thread", "per_breast", "sample_seed", "side", "usable",
 ]  # fmt: skip
+
+UNITS = ("image", "breast")
+OF_VIEWS = ("image", "view_mask", "view_id")  # what a breast has one of for each view, and a batch pads
 
 
 class MammogramDataset(Dataset):
-    """Images of a store with their labels, for a loader; float32 in [0, 1].
+    """Images of a store, or breasts seen in several of them, with their labels, for a loader; float32 in [0, 1].
 
-    An item is asked for by its row in the table, or by (row, epoch, position) as the samplers give it. Augmentation is
-    drawn from seed, epoch and position alone: the same with any number of workers, and another each time a row comes up.
+    An item is asked for by its number, or by (number, epoch, position) as the samplers give it. Which views are drawn, and
+    augmentation, depend on seed, epoch and position alone: the same with any number of workers, and another each time an
+    item comes up.
 
     Args:
         table: as `load_table` gives it; without a column `cancer` the labels are NaN.
         store: the store that holds its images. Rows whose image has no pixels must be dropped before (`usable`).
-        augment: (H, W) float32 and a seed to (H, W) float32, as `augment.build` makes it, or None.
-        unit: `image`.
+        augment: (H, W) float32 and a seed to (H, W) float32, as `augment.build` makes it, or None. Each view has its own seed.
+        unit: `image`: an item is a row of the table; `breast`: one is a breast, in first-seen order.
         seed: of the run.
+        aux: names of auxiliary targets (`targets.AUXILIARY`) that come with each item.
+        draw: of a breast, take one view of each kind at random, as training does; else all its images come, in their order.
+
+    Attributes:
+        labels: (N,) float32, `cancer` of each item.
+
+    Raises:
+        ValueError: another unit, or an auxiliary target that the table has no column for.
+        rsnakit.store.StoreError: an image is not in the store.
     """
 
     def __init__(
@@ -39,21 +54,32 @@ class MammogramDataset(Dataset):
         augment: Callable[[np.ndarray, int], np.ndarray] | None = None,
         unit: str = "image",
         seed: int = 0,
+        aux: Sequence[str] = (),
+        draw: bool = False,
     ) -> None:
-        if unit != "image":
-            raise ValueError(f"unit {unit!r}: this data set gives single images, unit='image'")
+        if unit not in UNITS:
+            raise ValueError(f"unit {unit!r}: expected one of {', '.join(UNITS)}")
         # Arrays, not frames: Python objects that workers touch are copied page by page, and memory climbs with the epoch.
         self.image_ids = np.array(table["image_id"].tolist(), dtype=np.str_)
         self.rows = store.rows_of(self.image_ids.tolist())
         self.labels = (
             table["cancer"].to_numpy(np.float32) if "cancer" in table else np.full(len(table), np.nan, np.float32)
         )
+        self.aux = tuple(aux)
+        self.targets = np.stack([target_values(table, name) for name in aux]) if aux else np.zeros((0, len(table)))
+        self.members, self.view_ids = None, None
+        if unit == "breast":
+            codes, _ = pd.factorize(table["breast_id"])
+            self.members, self.view_ids = grouped(codes), view_ids(table["view"])
+            self.labels = self.labels[self.members[:, 0]]
+            self.targets = _one_a_group(self.targets, codes)
         self.store = store
         self.augment = augment
         self.seed = seed
+        self.draw = draw
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.labels)
 
     def __getstate__(self) -> dict:
         # A spawned worker opens the store itself: its index is not sent, and is by then perhaps a longer one.
@@ -65,16 +91,85 @@ class MammogramDataset(Dataset):
         self.rows = self.store.rows_of(self.image_ids.tolist())
 
     def __getitem__(self, item: int | tuple[int, int, int]) -> dict[str, torch.Tensor]:
-        """`image` (1, H, W) float32, `cancer` () float32, and `item` () int64, the row in the table."""
-        row, epoch, position = item if isinstance(item, tuple) else (item, 0, 0)
+        """An item as tensors.
+
+        Returns:
+            `image` (1, H, W) float32, `cancer` () float32, `item` () int64, its number, and each auxiliary target () float32
+            under its name, a class number or NaN. Of a breast, `image` is (V, 1, H, W), and `view_mask` (V,) bool, all True,
+            and `view_id` (V,) int64 come with it.
+        """
+        number, epoch, position = item if isinstance(item, tuple) else (item, 0, 0)
+        labels = {"cancer": torch.tensor(self.labels[number]), "item": torch.tensor(int(number))}
+        for name, values in zip(self.aux, self.targets, strict=True):
+            labels[name] = torch.tensor(values[number], dtype=torch.float32)
+        seed = sample_seed(self.seed, epoch, position)
+        if self.members is None:
+            return {"image": self._image(number, seed), **labels}
+        rng = np.random.default_rng(seed)
+        views = self._views(number, rng)
+        return {
+            "image": torch.stack([self._image(row, int(rng.integers(2**32))) for row in views]),
+            "view_mask": torch.ones(len(views), dtype=torch.bool),
+            "view_id": torch.from_numpy(self.view_ids[views]),
+            **labels,
+        }
+
+    def _views(self, number: int, rng: np.random.Generator) -> list[int]:
+        """Rows of the table that show a breast: all of them, or one of each kind."""
+        rows = self.members[number]
+        rows = rows[rows >= 0]
+        if self.draw:
+            kinds = self.view_ids[rows]
+            rows = [rng.choice(rows[kinds == kind]) for kind in np.unique(kinds)]
+        return list(rows)
+
+    def _image(self, row: int, seed: int) -> torch.Tensor:
+        """The image of a row of the table, (1, H, W), augmented."""
         image = self.store[int(self.rows[row])].astype(np.float32) / 4095
         if self.augment is not None:
-            image = self.augment(image, sample_seed(self.seed, epoch, position))
-        return {
-            "image": torch.from_numpy(image)[None],
-            "cancer": torch.tensor(self.labels[row]),
-            "item": torch.tensor(int(row)),
-        }
+            image = self.augment(image, seed)
+        return torch.from_numpy(image)[None]
+
+
+def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Samples of `MammogramDataset` as a batch. Breasts are padded to as many views as the one with the most has: with zeros,
+    and False in `view_mask`."""
+    if "view_mask" in samples[0]:
+        most = max(len(sample["view_mask"]) for sample in samples)
+        samples = [
+            {name: _padded(value, most) if name in OF_VIEWS else value for name, value in sample.items()}
+            for sample in samples
+        ]
+    return default_collate(samples)
+
+
+def _padded(value: torch.Tensor, length: int) -> torch.Tensor:
+    lacking = length - len(value)
+    return torch.cat([value, value.new_zeros(lacking, *value.shape[1:])]) if lacking else value
+
+
+def grouped(codes: np.ndarray) -> np.ndarray:
+    """Positions of each group's members, in their order.
+
+    Args:
+        codes: (N,) group numbers, each from 0 to G - 1 at least once, as `pandas.factorize` gives them.
+
+    Returns:
+        (G, V) int64, V being the size of the largest group; -1 where a group has fewer.
+    """
+    counts = np.bincount(codes)
+    order = np.argsort(codes, kind="stable")
+    place = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    members = np.full((len(counts), counts.max(initial=0)), -1, np.int64)
+    members[codes[order], place] = order
+    return members
+
+
+def _one_a_group(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Values (A, N) of members as (A, G) of groups; NaN where all are missing, or those present differ."""
+    groups = pd.DataFrame(values.T).groupby(codes)
+    low, high = groups.min(), groups.max()
+    return low.where(low == high).to_numpy(np.float32).T.copy()
 
 
 def one_thread(_: int) -> None:
@@ -97,88 +192,36 @@ def usable(table: pd.DataFrame, store: Store) -> tuple[pd.DataFrame, pd.DataFram
     return table[ok].drop(columns=["status", "reason"]).reset_index(drop=True), table[~ok].reset_index(drop=True)
 
 
-class BalancedSampler(Sampler):
-    """An epoch in which every negative comes once and positives as often as a ratio says; in another order each epoch.
+def per_breast(table: pd.DataFrame) -> pd.DataFrame:
+    """A row a breast, in first-seen order, as `MammogramDataset(unit="breast")` numbers them: its first image's row with an
+    empty image_id."""
+    return table.drop_duplicates("breast_id").assign(image_id="").reset_index(drop=True)
 
-    Yields (row, epoch, position). Positives are spread evenly, at least `min_positives` in every batch; each is drawn as
-    often as any other, give or take one. Where the ratio asks for fewer than there are, only some of them come.
+
+class Side(NamedTuple):
+    """What a fold is trained on, or scored on: `images` with pixels; `items`, which are these or their breasts; and `bad`,
+    images without pixels, or breasts none of whose images has any."""
+
+    images: pd.DataFrame
+    items: pd.DataFrame
+    bad: pd.DataFrame
+
+
+def side(table: pd.DataFrame, store: Store, unit: str, what: str) -> Side:
+    """The rows of one side of a fold in their parts.
 
     Args:
-        labels: (N,) 0 or 1.
-        negatives_per_positive: 7 means one positive to seven negatives; 0 takes every row once, in random order. A batch keeps
-            at least `min_positives` positives and one negative, whatever this says.
-        batch_size: the batches that the loader cuts the epoch into.
-        min_positives: in every batch.
-        seed: of the run; with the epoch (`set_epoch`) it decides the order.
+        unit: `image` or `breast`.
+        what: the side's name in a message.
 
     Raises:
-        ValueError: a label is neither 0 nor 1, balancing is asked for and there are no positives or no negatives, or the
-            batch has no room for `min_positives` and a negative.
+        TableError: no item with pixels is positive, or none is negative.
     """
-
-    def __init__(
-        self,
-        labels: Sequence[int],
-        negatives_per_positive: float,
-        batch_size: int,
-        min_positives: int = 1,
-        seed: int = 0,
-    ) -> None:
-        labels = np.asarray(labels)
-        if not np.isin(labels, (0, 1)).all():
-            raise ValueError(f"labels are {np.unique(labels)[:4].tolist()} ..., expected 0 and 1 alone")
-        self.positives, self.negatives = np.flatnonzero(labels == 1), np.flatnonzero(labels == 0)
-        self.balanced = negatives_per_positive > 0
-        if self.balanced and not (len(self.positives) and len(self.negatives)):
-            raise ValueError(
-                f"balancing {len(self.positives)} positives and {len(self.negatives)} negatives: both are needed"
-            )
-        self.seed, self.epoch = seed, 0
-        self.positives_per_batch = self._plan(negatives_per_positive, batch_size, min_positives)
-        self.batch_size = batch_size
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        if not self.balanced:
-            return len(self.positives) + len(self.negatives)
-        return int(self.positives_per_batch.sum()) + len(self.negatives)
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        rng = np.random.default_rng([self.seed, self.epoch])
-        rows = self._balanced_order(rng) if self.balanced else rng.permutation(np.r_[self.positives, self.negatives])
-        yield from ((int(row), self.epoch, position) for position, row in enumerate(rows))
-
-    def _plan(self, ratio: float, batch_size: int, min_positives: int) -> np.ndarray:
-        """How many positives each batch gets, until the negatives are used up."""
-        if not self.balanced:
-            return np.zeros(0, np.int64)
-        if not 0 <= min_positives < batch_size:
-            raise ValueError(
-                f"at least {min_positives} positives in batches of {batch_size}: a negative has to fit in too"
-            )
-        share, owed, left, plan = batch_size / (1 + ratio), 0.0, len(self.negatives), []
-        while left > 0:
-            owed += share
-            n = min(batch_size - 1, max(min_positives, math.floor(owed + 1e-9)))
-            owed -= n if n > min_positives else min(n, owed)
-            if left < batch_size - n:  # the last batch: what the ratio still lacks over the whole epoch
-                lacking = round(len(self.negatives) / ratio) - sum(plan)
-                n = min(batch_size - left, max(min_positives, lacking))
-            left -= batch_size - n
-            plan.append(n)
-        return np.array(plan)
-
-    def _balanced_order(self, rng: np.random.Generator) -> np.ndarray:
-        needed = int(self.positives_per_batch.sum())
-        rounds = max(1, -(-needed // len(self.positives)))
-        positives = np.concatenate([rng.permutation(self.positives) for _ in range(rounds)])[:needed]
-        negatives = rng.permutation(self.negatives)
-        order, taken_p, taken_n = [], 0, 0
-        for n in self.positives_per_batch:
-            m = min(self.batch_size - n, len(negatives) - taken_n)
-            batch = np.r_[positives[taken_p : taken_p + n], negatives[taken_n : taken_n + m]]
-            order.append(rng.permutation(batch))
-            taken_p, taken_n = taken_p + n, taken_n + m
-        return np.concatenate(order)
+    images, bad = usable(table, store)
+    items = images
+    if unit == "breast":
+        items, bad = per_breast(images), per_breast(bad[~bad["breast_id"].isin(images["breast_id"])])
+    positive = int(items["cancer"].sum())
+    if not 0 < positive < len(items):
+        raise TableError(f"{what}: {positive} of {len(items)} {unit}s with pixels are positive; both kinds are needed")
+    return Side(images, items, bad)

@@ -14,18 +14,20 @@ from pathlib import Path
 import pandas as pd
 import torch
 from timm.optim import create_optimizer_v2, list_optimizers
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
 from torch.utils.tensorboard import SummaryWriter
 
-from rsnakit import augment, checkpoint, data, env, history, models, preprocess, runs
+from rsnakit import anatomy, augment, checkpoint, data, dryrun, env, history, models, preprocess, runs
 from rsnakit.fields import check_all
-from rsnakit.files import Lock, replacing, write_json
+from rsnakit.files import Lock, replacing
 from rsnakit.loop import evaluate, train_one_epoch
-from rsnakit.losses import cancer_loss
+from rsnakit.losses import training_loss
 from rsnakit.params import setting
+from rsnakit.samplers import BalancedSampler
 from rsnakit.store import Store
 
-__all__ = ["TrainConfig", "evaluate", "fit", "fit_folds", "train_one_epoch"]
+__all__ = ["TrainConfig", "check_size", "evaluate", "fit", "fit_folds", "train_one_epoch", "unit_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ class TrainConfig:
     n_folds: int = setting(4, low=2, high=50)  # patients are split into so many
     seed: int = setting(0, low=0, high=2**31 - 1)  # of folds, order, augmentation and the new layers' weights
     epochs: int = setting(6, low=1, high=10_000)
-    batch_size: int = setting(16, low=2, high=4096)  # images
+    batch_size: int = setting(16, low=2, high=4096)  # images; breasts where the model sees these
     lr: float = setting(1e-3, low=0.0, high=10.0)  # peak learning rate, after warm-up
     warmup: float = setting(0.1, low=0.0, high=0.9)  # share of all steps over which lr rises
     optimizer: str = setting("adamw")  # any name of timm's create_optimizer_v2
@@ -45,6 +47,7 @@ class TrainConfig:
     min_positives: int = setting(1, low=0)  # in every batch, where positives are repeated
     positive_target: float = setting(0.9, low=0.5, high=1.0)  # what the loss asks of a positive
     positive_weight: float = setting(1.0, low=0.0)  # negatives that a positive counts for in the loss
+    aux_weight: float = setting(0.1, low=0.0, high=100.0)  # of the auxiliary heads' mean loss, beside the cancer loss
     augment: str = setting("light", choices=augment.NAMES)
     # Weights that are kept: those of the last epoch, or of the best by a score of the very fold, which flatters it.
     select: str = setting("last", choices=("last", "pf1", "ap"))
@@ -145,13 +148,13 @@ def fit(
     Raises:
         rsnakit.data.TableError: a patient is in two folds, or a side has no positive image or no negative one.
         rsnakit.files.LockedError: another process trains this fold.
+        ValueError: the model cannot take images of the store's size, or an auxiliary target has no column.
     """
     data.check_folds(table, folds)
     folder = out / f"fold{fold}"
-    train_table, train_bad = data.usable(table[folds != fold], store)
-    valid_table, valid_bad = data.usable(table[folds == fold], store)
-    _check_labels(train_table, f"training side of fold {fold}")
-    _check_labels(valid_table, f"fold {fold}")
+    unit = unit_of(model_config)
+    train = data.side(table[folds != fold], store, unit, f"training side of fold {fold}")
+    valid = data.side(table[folds == fold], store, unit, f"fold {fold}")
     device = env.choose_device(run.device)
     precision = env.choose_precision(device.value, run.precision)
     with Lock(folder, f"fold {fold} of run {out.name}"):
@@ -166,16 +169,18 @@ def fit(
                 f"fold {fold}: finished at epoch {state['epoch']}. To begin anew, delete {folder} or give another run or seed"
             )
             return True
-        trainer = _Trainer(train_table, store, model_config, config, run, device.value, precision.value, fold, state)
+        trainer = _Trainer(train.images, store, model_config, config, run, device.value, precision.value, fold, state)
         if state:
             print(f"fold {fold}: going on after epoch {trainer.epoch} of {config.epochs}")
         print(
-            f"fold {fold}: {len(train_table)} images to train on ({int(train_table['cancer'].sum())} positive), "
-            f"{len(valid_table)} to score; {len(train_bad)} and {len(valid_bad)} without pixels; "
+            f"fold {fold}: {len(train.items)} {unit}s to train on ({int(train.items['cancer'].sum())} positive), "
+            f"{len(valid.items)} to score; {len(train.bad)} and {len(valid.bad)} without pixels; "
             f"{device.value}, {precision.value}"
         )
-        prior = float(table.loc[folds != fold, "cancer"].mean())
-        valid_loader = trainer.loader(valid_table, batch_size=2 * config.batch_size)
+        prior = float(pd.concat([train.items["cancer"], train.bad["cancer"]]).mean())
+        # Without gradients there is room for more; but a breast may come with eight images.
+        batch_size = config.batch_size * (2 if unit == "image" else 1)
+        valid_loader = trainer.loader(trainer.dataset(valid.images), batch_size)
         longest = 0.0
         # purge_step hides what a killed run wrote of the epoch that is now begun again.
         with SummaryWriter(str(folder), purge_step=trainer.epoch + 1) as writer:
@@ -183,38 +188,56 @@ def fit(
                 if time.monotonic() + longest > deadline:
                     return False
                 begun = time.monotonic()
-                _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior, folder, writer)
+                _run_epoch(trainer, train, valid, valid_loader, prior, folder, writer)
                 longest = max(longest, time.monotonic() - begun)
     return True
 
 
-def _check_labels(table: pd.DataFrame, what: str) -> None:
-    positive = int(table["cancer"].sum())
-    if not 0 < positive < len(table):
-        raise data.TableError(
-            f"{what}: {positive} of {len(table)} images with pixels are positive; both kinds are needed"
-        )
+def unit_of(model_config: models.ModelConfig) -> str:
+    """What a model sees at a time, and has a row of scores for: `image` or `breast`."""
+    return "image" if model_config.views == "none" else "breast"
+
+
+def check_size(model: nn.Module, shape: tuple[int, int]) -> None:
+    """Refuses (ValueError) a model that cannot take images of (height, width) pixels, before any image is loaded.
+
+    Args:
+        model: as `models.build_model` gives it, on the CPU.
+    """
+    with contextlib.suppress(Exception):  # a few models cannot be run without computing, and are tried in earnest
+        dryrun.run(model, torch.empty(2, 1, *shape, device="meta"), method="features")
+        return
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval().features(torch.zeros(1, 1, *shape))
+    except Exception as error:  # timm's models have no kind of error of their own
+        refusal = anatomy.refusal(model, (1, 1, *shape), error)
+        raise ValueError(f"{refusal} Give it another height and width, or take another backbone.") from error
+    finally:
+        model.train(training)
 
 
 class _Trainer:
     """Everything of a fold's training that changes as it goes on, with its state in and out."""
 
-    def __init__(self, table, store, model_config, config, run, device, precision, fold, state) -> None:
+    def __init__(self, images, store, model_config, config, run, device, precision, fold, state) -> None:
         torch.manual_seed(data.sample_seed(config.seed, fold, 0))
         self.config, self.device, self.precision, self.fold = config, device, precision, fold
         self.store, self.num_workers = store, run.num_workers
         self.model_config = model_config
         # A run that goes on has its own weights, and must not need the hub or file that it began from.
         model = models.build_model(dataclasses.replace(model_config, weights="none") if state else model_config)
+        model.config = model_config  # so that model.json says what training began from, after a break too
+        check_size(model, store.shape)
         self.model = model.to(
             device, memory_format=torch.channels_last
         )  # twice as fast here on a CPU, and on tensor cores
-        labels = table["cancer"].to_numpy()
-        self.sampler = data.BalancedSampler(
-            labels, config.negatives_per_positive, config.batch_size, config.min_positives, config.seed
+        dataset = self.dataset(images, augment.build(config.augment, *store.shape), model_config.aux, draw=True)
+        self.sampler = BalancedSampler(
+            dataset.labels, config.negatives_per_positive, config.batch_size, config.min_positives, config.seed
         )
-        transform = augment.build(config.augment, *store.shape)
-        self.train_loader = self.loader(table, config.batch_size, self.sampler, transform)
+        self.train_loader = self.loader(dataset, config.batch_size, self.sampler)
         self.optimizer = create_optimizer_v2(
             self.model, opt=config.optimizer, lr=config.lr, weight_decay=config.weight_decay
         )
@@ -226,19 +249,21 @@ class _Trainer:
         if state:
             self.load_state(state)
 
-    def loader(self, table, batch_size, sampler=None, transform=None) -> DataLoader:
-        """Batches of a table's images: in its order, or in a sampler's, augmented."""
+    def dataset(self, images: pd.DataFrame, transform=None, aux=(), draw: bool = False) -> data.MammogramDataset:
+        """A table's images, or the breasts they show, as the model takes them."""
+        seed = data.sample_seed(self.config.seed, self.fold, 1)
+        return data.MammogramDataset(images, self.store, transform, unit_of(self.model_config), seed, aux, draw)
+
+    def loader(self, dataset: data.MammogramDataset, batch_size: int, sampler: Sampler | None = None) -> DataLoader:
+        """Batches of a data set: in its order, or in a sampler's."""
         workers = self.num_workers
         if workers < 0:  # on the CPU the model takes the cores that workers would need
             workers = 0 if self.device == "cpu" else min(8, env.cores())
-        dataset = data.MammogramDataset(
-            table, self.store, transform, seed=data.sample_seed(self.config.seed, self.fold, 1)
-        )
         count = len(sampler) if sampler is not None else len(dataset)
         return DataLoader(
             dataset, batch_size, sampler=sampler, num_workers=workers, pin_memory=self.device.startswith("cuda"),
             drop_last=sampler is not None and count > 1 and count % batch_size == 1,  # one image has no batch statistics
-            worker_init_fn=data.one_thread, persistent_workers=workers > 0,
+            collate_fn=data.collate, worker_init_fn=data.one_thread, persistent_workers=workers > 0,
             generator=torch.Generator(),  # its own: what it draws for workers must not shift what dropout draws
         )  # fmt: skip
 
@@ -268,7 +293,9 @@ def warmup_cosine(step: int, steps: int, warmup: int, floor: float = 0.01) -> fl
     return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior, folder, writer) -> None:
+def _run_epoch(
+    trainer: _Trainer, train: data.Side, valid: data.Side, valid_loader, prior: float, folder, writer
+) -> None:
     """One epoch with everything that is written after it."""
     config, begun = trainer.config, time.monotonic()
     trainer.sampler.set_epoch(trainer.epoch)
@@ -277,19 +304,23 @@ def _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior
     title = f"fold {trainer.fold}, epoch {trainer.epoch + 1} of {config.epochs}"
     trained = train_one_epoch(
         trainer.model, trainer.train_loader, trainer.optimizer, trainer.scheduler, trainer.scaler,
-        partial(cancer_loss, positive_target=config.positive_target, positive_weight=config.positive_weight),
+        partial(
+            training_loss, positive_target=config.positive_target, positive_weight=config.positive_weight,
+            aux_weight=config.aux_weight,
+        ),
         config.clip_norm, trainer.device, trainer.precision, title,
     )  # fmt: skip
-    valid = evaluate(trainer.model, valid_loader, cancer_loss, trainer.device, trainer.precision, f"{title}, scores")
+    # Of cancer alone, as it is: what the curves show shall not depend on how training is bent.
+    scored = evaluate(trainer.model, valid_loader, training_loss, trainer.device, trainer.precision, f"{title}, scores")
     trainer.epoch += 1
-    oof = history.oof_rows(valid_table, valid_bad, valid.items, valid.scores, trainer.fold, prior)
+    oof = history.oof_rows(valid.items, valid.bad, scored.items, scored.scores, trainer.fold, prior)
     row = {
         "epoch": trainer.epoch,
         "lr": trainer.optimizer.param_groups[0]["lr"],
         "train_loss": trained.loss,
-        **history.side_scores("train", history.train_rows(train_table, trained.items, trained.scores)),
+        **history.side_scores("train", history.train_rows(train.items, trained.items, trained.scores)),
         "train_resampled": trainer.sampler.balanced,  # then its scores are of another share of positives
-        "valid_loss": valid.loss,
+        "valid_loss": scored.loss,
         **history.side_scores("valid", oof),
         "grad_norm": trained.grad_norm,
         "skipped_steps": trained.skipped,
@@ -309,16 +340,9 @@ def _run_epoch(trainer, train_table, valid_table, valid_bad, valid_loader, prior
 
 def _keep(trainer: _Trainer, oof: pd.DataFrame, prior: float, folder: Path) -> None:
     """Writes the weights of now with their scores and all that inference needs to use them."""
-    models.save_weights(trainer.model, folder / "best.safetensors")
     with replacing(folder / "oof.csv") as temporary:
         oof.to_csv(temporary, index=False)
-    model = {
-        "model": dataclasses.asdict(trainer.model_config),
-        "preprocess": trainer.store.manifest["preprocess"],
-        "prior": prior,
-        "epoch": trainer.epoch,
-        "select": trainer.config.select,
-        "oof_rows": len(oof),
-        "versions": runs.versions(),
-    }
-    write_json(folder / "model.json", model)
+    models.save_model(
+        trainer.model, folder, preprocess=trainer.store.manifest["preprocess"], prior=prior, epoch=trainer.epoch,
+        select=trainer.config.select, oof_rows=len(oof),
+    )  # fmt: skip

@@ -11,14 +11,20 @@ from rsnakit.runs import OOF_COLUMNS
 def oof_rows(
     table: pd.DataFrame, bad: pd.DataFrame, items: np.ndarray, scores: np.ndarray, fold: int, prior: float
 ) -> pd.DataFrame:
-    """Out-of-fold rows; an image without pixels gets the prior, as it does in inference."""
+    """Out-of-fold rows, one an image or a breast; what has no pixels gets the prior, as it does in inference.
+
+    Args:
+        table: the images, or the breasts (`data.per_breast`), that were scored.
+        bad: those without pixels.
+        items: (N,) rows of the table, and their `scores` (N,).
+    """
     scored = table.iloc[items].assign(score=scores.astype(np.float64))
     rows = pd.concat([scored, bad.assign(score=prior)], ignore_index=True).assign(fold=fold)
     return rows[OOF_COLUMNS]
 
 
 def train_rows(table: pd.DataFrame, items: np.ndarray, scores: np.ndarray) -> pd.DataFrame:
-    """Training scores, an image once: one that was drawn several times counts with its mean."""
+    """Training scores, an image or breast once: one that was drawn several times counts with its mean."""
     mean = pd.Series(scores.astype(np.float64)).groupby(items).mean()
     return table.iloc[mean.index].assign(score=mean.to_numpy())[
         ["patient_id", "laterality", "image_id", "cancer", "score"]

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from tqdm.auto import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_EVERY_S = 1.0  # the loss is read from the device so often, since every reading makes the device wait
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (B,) and labels (B,) to the batch's mean, ()
+VIEWS = ("view_mask", "view_id")  # in batches of breasts alone
+Tensors = Mapping[str, torch.Tensor]
+Loss = Callable[[Tensors, Tensors], torch.Tensor]  # logits and labels by name (see `losses`) to the batch's mean, ()
 
 
 def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
@@ -30,7 +32,7 @@ def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """What a pass over images gave: `items` (N,) rows of the table, `scores` (N,) in [0, 1], `loss`, and for training
+    """What a pass over images or breasts gave: `items` (N,) their numbers, `scores` (N,) in [0, 1], `loss`, and for training
     `grad_norm`, the mean norm before clipping, and `skipped`, steps that fp16 overflow made void."""
 
     items: np.ndarray
@@ -55,11 +57,13 @@ def train_one_epoch(
     """Trains a model for one pass over a loader.
 
     Args:
-        model: on the device; maps images (B, 1, H, W) to a dict with `cancer` logits (B,).
-        loader: batches with `image`, `cancer` (B,) and `item` (B,).
+        model: on the device; maps images (B, 1, H, W) to a dict with `cancer` logits (B,) and those of auxiliary heads; or
+            breasts (B, V, 1, H, W), with `view_mask` and `view_id` (B, V) by name.
+        loader: batches with `image`, `cancer` (B,), `item` (B,), a label (B,) for each auxiliary head under its name, and of
+            breasts `view_mask` and `view_id`, as `data.collate` makes them.
         scheduler: stepped once for each step that the optimiser took.
         scaler: enabled where precision is fp16, and only there.
-        loss_of: of logits and labels, see `losses`.
+        loss_of: of the model's logits and the batch's labels, both by name, such as `losses.training_loss`.
         clip_norm: gradients are scaled down to this norm; 0: never.
         device, precision: as `env.choose_device` and `env.choose_precision` give them.
 
@@ -75,10 +79,8 @@ def train_one_epoch(
     last_read = 0.0
     with _bar(loader, description) as progress:
         for batch in loader:
-            images, labels = batch["image"].to(device, non_blocking=True), batch["cancer"].to(device, non_blocking=True)
-            with autocast(device, precision):
-                logits = model(images)["cancer"]
-            loss = loss_of(logits, labels)
+            outputs, labels = _forward(model, batch, device, precision)
+            loss = loss_of(outputs, labels)
 
             optimizer.zero_grad(set_to_none=True)
             scaler.scale(loss).backward()
@@ -95,7 +97,7 @@ def train_one_epoch(
 
             # Kept on the device; reading them each step would make it wait for every one.
             losses.append(loss.detach())
-            logits_seen.append(logits.detach())
+            logits_seen.append(outputs["cancer"].detach())
             items.append(batch["item"])
             if time.monotonic() - last_read > READ_EVERY_S:
                 last_read = time.monotonic()
@@ -128,20 +130,29 @@ def evaluate(
     precision: str = "fp32",
     description: str = "evaluate",
 ) -> Scored:
-    """Scores every image of a loader once; the arguments are those of `train_one_epoch`."""
+    """Scores every image or breast of a loader once; the arguments are those of `train_one_epoch`."""
     model.eval()
     losses, logits_seen, items = [], [], []
     with _bar(loader, description) as progress:
         for batch in loader:
-            with autocast(device, precision):
-                logits = model(batch["image"].to(device, non_blocking=True))["cancer"]
-            losses.append(loss_of(logits, batch["cancer"].to(device)) * len(logits))
-            logits_seen.append(logits.float())
+            outputs, labels = _forward(model, batch, device, precision)
+            losses.append(loss_of(outputs, labels) * len(batch["item"]))
+            logits_seen.append(outputs["cancer"].float())
             items.append(batch["item"])
             progress.update()
     logits = torch.cat(logits_seen)
     loss = float(torch.stack(losses).sum()) / len(logits)
     return Scored(torch.cat(items).numpy(), logits.sigmoid().cpu().numpy(), loss)
+
+
+def _forward(model: nn.Module, batch: Tensors, device: str, precision: str) -> tuple[Tensors, Tensors]:
+    """The model's logits for a batch, and the labels that the batch has for them, on the device."""
+    images = batch["image"].to(device, non_blocking=True)
+    # These stay where the loader put them: the model picks the views that are there, and on a device that would make it wait.
+    views = {name: batch[name] for name in VIEWS if name in batch}
+    with autocast(device, precision):
+        outputs = model(images, **views)
+    return outputs, {name: batch[name].to(device, non_blocking=True) for name in outputs if name in batch}
 
 
 def _bar(loader: Iterable, description: str) -> tqdm:

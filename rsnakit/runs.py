@@ -23,6 +23,9 @@ from rsnakit.store import config_hash
 PACKAGES = ("torch", "timm", "numpy", "pandas", "albumentations", "pydicom")
 OOF_COLUMNS = ["patient_id", "laterality", "image_id", "fold", "cancer", "score"]
 MAY_GROW = "train.epochs"  # the one setting of a run that may change: to more
+NO_RESULT = (
+    "grad_checkpointing"  # the one setting of a model that decides no result, and is no part of a run's settings
+)
 
 
 class RunError(ValueError):
@@ -30,10 +33,19 @@ class RunError(ValueError):
 
 
 def settings_of(preprocess: object, model: object, train: object, data: str, is_demo: bool, debug: bool) -> dict:
-    """What decides a run's result, as plain values: the configs, the data's fingerprint, demo and debug."""
-    parts = {"preprocess": preprocess, "model": model, "train": train}
-    plain = {name: dataclasses.asdict(config) for name, config in parts.items()}
-    return json.loads(json.dumps({**plain, "data": data, "is_demo": is_demo, "debug": debug}))  # tuples become lists
+    """What decides a run's result, as plain values: the configs, the data's fingerprint, demo and debug.
+
+    Gradient checkpointing is not among them: whoever runs out of memory turns it on and goes on with the same run.
+    """
+    return _plain(preprocess=preprocess, model=model, train=train, data=data, is_demo=is_demo, debug=debug)
+
+
+def _plain(**parts: object) -> dict:
+    """Parts of the settings as JSON has them, tuples being lists."""
+    plain = {name: dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
+    if "model" in plain:
+        plain["model"] = {name: value for name, value in plain["model"].items() if name != NO_RESULT}
+    return json.loads(json.dumps(plain))
 
 
 def run_name(settings: dict) -> str:
@@ -159,9 +171,8 @@ def differences_in_kind(run: Path, is_demo: bool) -> str:
 def check_settings(run: Path, **now: object) -> None:
     """Stops (RunError) where parts of the settings (`train=...`, a config or plain value) are not those of `config.json`:
     in a notebook, a parameter was changed and the cell that opens the run was not run again."""
-    plain = {name: dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part for name, part in now.items()}
-    before = read_config(run)
-    differences = compare({name: before[name] for name in plain}, json.loads(json.dumps(plain)))
+    plain, before = _plain(**now), read_config(run)
+    differences = compare({name: before[name] for name in plain}, plain)
     if differences:
         raise RunError(
             f"{run}: not the settings that this run was opened with:\n{_show(differences)}\n"
@@ -209,7 +220,8 @@ def read_summary(run: Path) -> dict | None:
 
 
 def read_oof(run: Path) -> pd.DataFrame:
-    """Out-of-fold scores of the run's folds: patient_id, laterality, image_id, fold, cancer, score.
+    """Out-of-fold scores of the run's folds: patient_id, laterality, image_id (empty where a row is a breast), fold, cancer,
+    score.
 
     Raises:
         RunError: a fold's oof.csv is not there, or not whole.
@@ -220,7 +232,9 @@ def read_oof(run: Path) -> pd.DataFrame:
 
 def _read_fold_oof(folder: Path) -> pd.DataFrame:
     path, expected = folder / "oof.csv", read_model(folder).get("oof_rows")
-    found = pd.read_csv(path, dtype={"patient_id": str, "image_id": str}) if path.exists() else None
+    found = None
+    if path.exists():
+        found = pd.read_csv(path, dtype={"patient_id": str, "image_id": str}).fillna({"image_id": ""})
     if found is None or list(found.columns) != OOF_COLUMNS or len(found) != (expected or len(found)):
         state = "not there" if found is None else f"{len(found)} rows, {expected} were written"
         raise RunError(f"{path}: {state}. Delete {folder} and train this fold again.")

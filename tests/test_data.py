@@ -1,6 +1,5 @@
-"""Dataset and samplers: the same sample whoever loads it, small to send, and every row as often as promised."""
+"""Datasets and their batches: the same sample whoever loads it, and small to send."""
 
-import collections
 import hashlib
 import pickle
 import pickletools
@@ -14,7 +13,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from rsnakit import augment, store
-from rsnakit.data import BalancedSampler, MammogramDataset, one_thread, sample_seed, usable
+from rsnakit.data import (
+    BalancedSampler,
+    MammogramDataset,
+    collate,
+    grouped,
+    one_thread,
+    per_breast,
+    sample_seed,
+    usable,
+)
 
 SHAPE = (32, 24)
 SETTINGS = {"height": SHAPE[0], "width": SHAPE[1]}
@@ -112,7 +120,8 @@ def test_usable_parts_the_images_with_pixels_from_the_others(small):
     assert bad[["image_id", "status", "reason"]].to_numpy().tolist() == [["bad", "failed", "cut short"]]
 
 
-def test_a_large_dataset_is_arrays_and_small_to_send(tmp_path):
+@pytest.mark.parametrize("unit, aux", [("image", ()), ("breast", ("biopsy",))])
+def test_a_large_dataset_is_arrays_and_small_to_send(tmp_path, unit, aux):
     # A04: 54,706 rows; a frame or list of them would be copied into every worker as it is touched
     ids = [str(2_000_000_000 + i) for i in range(54_706)]
     path = tmp_path / "store"
@@ -120,8 +129,9 @@ def test_a_large_dataset_is_arrays_and_small_to_send(tmp_path):
     rows = pd.DataFrame({name: 0 for name in store.INDEX_COLUMNS}, index=range(len(ids)))
     rows = rows.assign(row=range(len(ids)), image_id=ids, patient_id=ids, status="blank", reason="no breast found")
     rows.to_csv(path / "index.csv", index=False)
-    dataset = MammogramDataset(frame(ids), store.Store(path), augment.build("light", *SHAPE))
-    held = {k: v for k, v in vars(dataset).items() if k not in ("store", "augment")}
+    table = frame(ids).assign(breast_id=[i[:-1] for i in ids], view="CC", biopsy=0)
+    dataset = MammogramDataset(table, store.Store(path), augment.build("light", *SHAPE), unit, aux=aux)
+    held = {k: v for k, v in vars(dataset).items() if k not in ("store", "augment", "aux")}
     assert all(isinstance(v, (np.ndarray, int, type(None))) for v in held.values()), held
     assert all(v.dtype != object for v in held.values() if isinstance(v, np.ndarray))
     sent = pickle.dumps(dataset)
@@ -209,106 +219,133 @@ def test_workers_start_after_opencv_was_used_here(small):
     assert [len(batch["item"]) for _ in range(2) for batch in loader] == [4] * 8
 
 
-# --- the sampler --------------------------------------------------------------------------------------------------------
+# --- breasts ------------------------------------------------------------------------------------------------------------
+
+# 1_L has three images, in two kinds of view; 1_R two of one kind; 2_L one, from the side.
+BREASTS = pd.DataFrame(
+    {
+        "image_id": ["03", "00", "05", "01", "04", "02"],
+        "breast_id": ["1_L", "1_R", "1_L", "1_L", "1_R", "2_L"],
+        "view": ["MLO", "CC", "CC", "CC", "CC", "AT"],
+        "cancer": [1, 0, 1, 1, 0, 0],
+        "BIRADS": [0.0, 2.0, np.nan, 0.0, 1.0, np.nan],
+        "difficult_negative_case": [False, True, False, False, True, True],
+    }
+)
 
 
-def batches_of(sampler: BalancedSampler, size: int) -> list[list[int]]:
-    rows = [row for row, _, _ in sampler]
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
+def which(view: torch.Tensor, images: dict[str, np.ndarray]) -> str:
+    """The id of the image that a view shows."""
+    return next(i for i, image in images.items() if np.allclose(view[0].numpy(), image / 4095, atol=1e-7))
 
 
-def labels_of(positives: int, negatives: int) -> np.ndarray:
-    labels = np.zeros(positives + negatives, int)
-    labels[np.random.default_rng(0).choice(len(labels), positives, replace=False)] = 1
-    return labels
+def test_a_breast_comes_with_all_its_images(small, images):
+    dataset = MammogramDataset(BREASTS, small, unit="breast")
+    assert len(dataset) == 3 and dataset.labels.tolist() == [1, 0, 0]  # in first-seen order
+    expected = [(["03", "05", "01"], [1, 0, 0]), (["00", "04"], [0, 0]), (["02"], [1])]
+    for number, (ids, kinds) in enumerate(expected):
+        sample = dataset[(number, 5, number + 7)]
+        assert sample["image"].shape == (len(ids), 1, *SHAPE) and sample["image"].dtype == torch.float32
+        assert [which(view, images) for view in sample["image"]] == ids
+        assert sample["view_id"].tolist() == kinds and sample["view_id"].dtype == torch.int64
+        assert sample["view_mask"].tolist() == [True] * len(ids)
+        assert sample["item"].item() == number and sample["cancer"].item() == dataset.labels[number]
+    assert per_breast(BREASTS)["breast_id"].tolist() == ["1_L", "1_R", "2_L"]
+    assert per_breast(BREASTS)["cancer"].tolist() == dataset.labels.tolist()
+    assert per_breast(BREASTS)["image_id"].tolist() == [""] * 3
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 8, 16])
-@pytest.mark.parametrize("ratio", [0.05, 0.3, 0.5, 1, 2.5, 3, 7, 20, 1000])
-@pytest.mark.parametrize("least", [0, 1, 2])
-def test_what_an_epoch_promises(batch_size, ratio, least):
-    if least >= batch_size:
-        with pytest.raises(ValueError, match="a negative has to fit in"):
-            BalancedSampler(labels_of(3, 9), ratio, batch_size, least)
-        return
-    for positives, negatives in [(1, 1), (1, 40), (3, 2), (3, 101), (17, 5), (17, 200)]:
-        labels = labels_of(positives, negatives)
-        sampler = BalancedSampler(labels, ratio, batch_size, least, seed=1)
-        batches = batches_of(sampler, batch_size)
-        rows = np.concatenate(batches)
-        assert len(rows) == len(sampler)
-        drawn = np.bincount(rows, minlength=len(labels))
-        assert (drawn[labels == 0] == 1).all()  # every negative exactly once
-        assert drawn[labels == 1].max() - drawn[labels == 1].min() <= 1  # positives evenly
-        in_batch = [int(labels[batch].sum()) for batch in batches]
-        assert min(in_batch) >= least
-        assert all(n < len(batch) for n, batch in zip(in_batch, batches, strict=True))  # and a negative in each
-        if batch_size / (1 + ratio) >= least and ratio >= 1 / (batch_size - 1):
-            # A positive that waits for the next batch lets a negative in, which 1 / ratio positives go with.
-            assert -1 - 1 / ratio < sum(in_batch) - negatives / ratio <= max(1, least)
-            assert max(in_batch[:-1], default=0) - min(in_batch[:-1], default=0) <= 1  # spread over the epoch
+def test_training_draws_one_view_of_each_kind(small, images):
+    dataset = MammogramDataset(BREASTS, small, unit="breast", draw=True, seed=3)
+    places = [(epoch, position) for epoch in range(3) for position in range(20)]
+    drawn = {n: [[which(v, images) for v in dataset[(n, *place)]["image"]] for place in places] for n in range(3)}
+    assert {tuple(ids) for ids in drawn[0]} == {("05", "03"), ("01", "03")}  # CC, then MLO
+    assert {tuple(ids) for ids in drawn[1]} == {("00",), ("04",)}  # one kind: one view
+    assert {tuple(ids) for ids in drawn[2]} == {("02",)}
+    for number, ids in ((0, "05"), (1, "00")):  # 60 fair draws: outside 15 to 45 once in 9,000 tries
+        assert 15 <= sum(ids in views for views in drawn[number]) <= 45
+    assert dataset[(0, 1, 4)]["view_id"].tolist() == [0, 1] and dataset[(2, 1, 4)]["view_id"].tolist() == [1]
+    other = MammogramDataset(BREASTS, small, unit="breast", draw=True, seed=4)
+    assert [[which(v, images) for v in other[(0, *place)]["image"]] for place in places] != drawn[0]
 
 
-def test_the_first_places_ratio_by_hand():
-    # 1,158 positive of 54,706 images, one positive to seven negatives, batches of 8: one positive in each
-    labels = labels_of(1158, 54_706 - 1158)
-    sampler = BalancedSampler(labels, 7, 8)
-    assert len(sampler) == 53_548 + 7650  # 53,548 / 7 = 7,649.7 batches
-    assert set(collections.Counter(int(labels[b].sum()) for b in batches_of(sampler, 8))) == {1}
-    counts = np.bincount([row for row, _, _ in sampler], minlength=len(labels))[labels == 1]
-    assert set(counts.tolist()) == {6, 7}  # 7,650 / 1,158 = 6.6
+def test_each_view_is_augmented_by_itself(small):  # A01
+    calls = []
+
+    def record(image, seed):
+        calls.append(seed)
+        return image
+
+    dataset = MammogramDataset(BREASTS, small, record, unit="breast", seed=11)
+    for item in ((0, 0, 0), (0, 2, 5), (0, 5, 2), 0):
+        dataset[item]
+    assert calls[:3] == calls[9:] and len(set(calls[:9])) == 9 and all(0 <= seed < 2**32 for seed in calls)
 
 
-def test_a_huge_ratio_still_puts_one_positive_in_each_batch():
-    labels = labels_of(1, 70)
-    batches = batches_of(BalancedSampler(labels, 1000, 8, min_positives=1), 8)
-    assert [int(labels[b].sum()) for b in batches] == [1] * 10  # 70 negatives at 7 a batch
-    assert len(batches_of(BalancedSampler(labels, 1000, 8, min_positives=0), 8)) == 9  # 70 at 8
-
-
-@pytest.mark.parametrize("ratio", [0, 2])
-def test_order_changes_with_epoch_and_seed_and_with_nothing_else(ratio):
-    labels = labels_of(6, 30)
-
-    def rows(seed: int, epoch: int) -> list[tuple[int, int, int]]:
-        sampler = BalancedSampler(labels, ratio, 6, seed=seed)
+def breasts_loaded(small: store.Store, workers: int, context: str | None = None) -> list[tuple]:
+    """What two epochs of breasts look like that are all the same one."""
+    table = pd.concat([BREASTS[BREASTS["breast_id"] == "1_L"].assign(breast_id=f"{n}_L") for n in range(8)])
+    table = table.reset_index(drop=True)
+    dataset = MammogramDataset(table, small, augment.build("heavy", *SHAPE), "breast", seed=4, draw=True)
+    sampler = BalancedSampler([0, 1] * 4, 0, 4, seed=4)
+    loader = DataLoader(
+        dataset, 3, sampler=sampler, num_workers=workers, multiprocessing_context=context, worker_init_fn=quiet,
+        collate_fn=collate, persistent_workers=workers > 0,
+    )  # fmt: skip
+    seen = []
+    for epoch in (0, 1):
         sampler.set_epoch(epoch)
-        assert list(sampler) == list(sampler)
-        return list(sampler)
-
-    orders = [tuple(row for row, _, _ in rows(seed, epoch)) for seed in (0, 1) for epoch in range(4)]
-    assert len(set(orders)) == 8
-    for kind in (0, 1):  # each kind in an order of its own, too
-        assert len({tuple(row for row in order if labels[row] == kind) for order in orders}) == 8
-    for epoch in (0, 3):
-        yielded = rows(0, epoch)
-        assert [p for _, _, p in yielded] == list(range(len(yielded)))
-        assert {e for _, e, _ in yielded} == {epoch}
-        assert all(type(v) is int for v in yielded[0])
+        for batch in loader:
+            for item, views in zip(batch["item"].tolist(), batch["image"], strict=True):
+                seen.append((item, *(hashlib.sha256(view.numpy().tobytes()).hexdigest() for view in views)))
+    return seen
 
 
-def test_positives_do_not_always_come_first_in_a_batch():
-    labels = labels_of(10, 70)
-    sampler = BalancedSampler(labels, 7, 8)
-    assert len({tuple(labels[b]) for b in batches_of(sampler, 8)}) > 3
+def test_breasts_look_the_same_with_any_number_of_workers(small):  # A01, A05
+    expected = breasts_loaded(small, 0)
+    assert len(expected) == 16 and all(len(views) == 3 for views in expected)
+    assert len({look for _, *views in expected for look in views}) >= 30
+    assert breasts_loaded(small, 2, "fork") == expected
+    assert breasts_loaded(small, 1, "spawn") == expected
 
 
-@pytest.mark.parametrize("labels", [[0, 1, 1, 0, 0], [0, 0, 0], [1, 1]])
-def test_ratio_zero_takes_each_row_once(labels):
-    sampler = BalancedSampler(labels, 0, 4, min_positives=9)
-    assert sorted(row for row, _, _ in sampler) == list(range(len(labels))) and len(sampler) == len(labels)
+def test_auxiliary_targets_come_with_each_item(small):
+    dataset = MammogramDataset(BREASTS, small, aux=("birads", "difficult", "view"))
+    targets = [[dataset[row][name].item() for name in ("birads", "difficult", "view")] for row in range(6)]
+    nan = np.nan
+    expected = [[0, 0, 1], [2, 1, 0], [nan, 0, 0], [0, 0, 0], [1, 1, 0], [nan, 1, nan]]
+    np.testing.assert_array_equal(targets, expected)
+    sample = dataset[0]
+    assert sample["birads"].dtype == torch.float32 and sample["birads"].shape == ()
+    # One a breast: what is missing in one image is known from the others; what they disagree on is not.
+    dataset = MammogramDataset(BREASTS, small, unit="breast", aux=("difficult", "birads"))
+    targets = [[dataset[number][name].item() for name in ("birads", "difficult")] for number in range(3)]
+    np.testing.assert_array_equal(targets, [[0, 0], [nan, 1], [nan, 1]])
+    with pytest.raises(ValueError, match="no column density"):
+        MammogramDataset(BREASTS, small, aux=("density",))
 
 
-@pytest.mark.parametrize("labels", [[0, 0, 0], [1, 1], []])
-def test_balancing_needs_both_kinds(labels):
-    with pytest.raises(
-        ValueError, match=f"balancing {sum(labels)} positives and {len(labels) - sum(labels)} negatives"
-    ):
-        BalancedSampler(labels, 3, 4)
+def test_a_batch_of_breasts_is_padded_with_zeros_and_a_mask(small):
+    dataset = MammogramDataset(BREASTS, small, unit="breast", aux=("birads",))
+    batch = collate([dataset[number] for number in (2, 0, 1)])
+    assert batch["image"].shape == (3, 3, 1, *SHAPE) and batch["image"].dtype == torch.float32
+    assert batch["view_mask"].tolist() == [[True, False, False], [True, True, True], [True, True, False]]
+    assert batch["view_id"].tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 0]]
+    for place, number in enumerate((2, 0, 1)):
+        n = int(batch["view_mask"][place].sum())
+        assert torch.equal(batch["image"][place, :n], dataset[number]["image"])
+        assert (batch["image"][place, n:] == 0).all()
+    assert batch["item"].tolist() == [2, 0, 1] and batch["birads"].dtype == torch.float32
+    single = collate([MammogramDataset(BREASTS, small)[row] for row in (0, 1)])
+    assert set(single) == {"image", "cancer", "item"} and single["image"].shape == (2, 1, *SHAPE)
 
 
-@pytest.mark.parametrize("labels", [[0, 1, 2], [0.0, 1.0, np.nan], [0, 1, -1]])
-@pytest.mark.parametrize("ratio", [0, 3])
-def test_other_labels_are_refused_and_no_row_is_lost(labels, ratio):
-    with pytest.raises(ValueError, match="expected 0 and 1"):
-        BalancedSampler(labels, ratio, 4)
+def test_groups_keep_their_members_in_order():
+    rng = np.random.default_rng(0)
+    codes, _ = pd.factorize(rng.integers(0, 9, 50))
+    members = grouped(codes)
+    for group, row in enumerate(members):
+        found = row[row >= 0].tolist()
+        assert found == [i for i, code in enumerate(codes) if code == group]
+        assert (row[len(found) :] == -1).all()
+    assert grouped(np.zeros(0, np.int64)).shape == (0, 0)

@@ -27,9 +27,9 @@ TRAIN = TrainConfig(n_folds=2, epochs=3, batch_size=8, lr=3e-3, negatives_per_po
 RUN = RunConfig(device="cpu", fold="0", num_workers=0)
 
 
-def begin(tmp_path, store, table, train=TRAIN, name="") -> Path:
+def begin(tmp_path, store, table, train=TRAIN, name="", model=MODEL) -> Path:
     pixels = PreprocessConfig(**store.manifest["preprocess"])
-    settings = runs.settings_of(pixels, MODEL, train, data.fingerprint(table), is_demo=True, debug=False)
+    settings = runs.settings_of(pixels, model, train, data.fingerprint(table), is_demo=True, debug=False)
     return runs.open_run(tmp_path, name, settings)
 
 
@@ -53,7 +53,7 @@ def test_what_a_fold_leaves(finished, store, table):
     assert not (fold / "lock.json").exists()
     described = json.loads((fold / "model.json").read_text())
     assert described["preprocess"] == store.manifest["preprocess"]
-    assert ModelConfig(**described["model"]) == MODEL
+    assert runs.rebuild(ModelConfig, described["model"], fold) == MODEL
     history = pd.read_csv(fold / "history.csv")
     assert history["epoch"].tolist() == [1, 2, 3]
     assert history["train_resampled"].all()
@@ -239,6 +239,19 @@ def _steps_an_epoch(store, table) -> int:
     return full + (rest > 1)
 
 
+def test_going_on_needs_no_weights_to_begin_from_and_says_which_they_were(finished, store, table, tmp_path):
+    start = shutil.copy(finished / "fold0" / "best.safetensors", tmp_path / "start.safetensors")
+    model, config = dataclasses.replace(MODEL, weights=str(start)), dataclasses.replace(TRAIN, epochs=1)
+    folder = begin(tmp_path, store, table, config, "mine", model)
+    engine.fit_folds(table, store, model, config, RUN, folder)
+    os.remove(start)
+    longer = dataclasses.replace(config, epochs=2)
+    begin(tmp_path, store, table, longer, "mine", model)
+    engine.fit_folds(table, store, model, longer, RUN, folder)
+    described = runs.read_model(folder / "fold0")
+    assert described["epoch"] == 2 and described["model"]["weights"] == str(start)
+
+
 def test_the_best_epoch_is_kept_where_asked_for(store, table, tmp_path):
     config = dataclasses.replace(TRAIN, select="ap", lr=3e-2)  # so high that the scores jump about
     folder = begin(tmp_path, store, table, config)
@@ -342,3 +355,191 @@ def test_the_schedule_rises_falls_and_ends_low():
     assert values[100] == pytest.approx(0.01)
     assert values[:11] == sorted(values[:11])
     assert values[10:] == sorted(values[10:], reverse=True)
+
+
+# --- breasts, auxiliary heads, and models that do not fit
+
+
+BREASTS = dataclasses.replace(MODEL, views="attention", aux=("biopsy", "density", "birads"))
+TWO = dataclasses.replace(TRAIN, epochs=2, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def breast_run(tmp_path_factory, store, table) -> Path:
+    """A run of a model that sees breasts, on the fold in which an image has no pixels."""
+    folder = begin(tmp_path_factory.mktemp("work"), store, table, TWO, model=BREASTS)
+    engine.fit_folds(table, store, BREASTS, TWO, dataclasses.replace(RUN, fold=fold_of_blank(store, table)), folder)
+    return folder
+
+
+def fold_of_blank(store, table) -> str:
+    blank = store.index.loc[store.index["status"] != "ok", "image_id"].iloc[0]
+    folds = data.make_folds(table, TWO.n_folds, TWO.seed)
+    return str(folds[table["image_id"] == blank].iloc[0])
+
+
+def test_a_breast_model_leaves_a_row_a_breast(breast_run, store, table):
+    """Scored from all its images that have pixels, however many; by the weights kept."""
+    fold = fold_of_blank(store, table)
+    there = table[data.make_folds(table, TWO.n_folds, TWO.seed) == int(fold)]
+    oof = runs.read_oof(breast_run)
+    assert (oof["image_id"] == "").all()
+    ids = (oof["patient_id"] + "_" + oof["laterality"]).tolist()
+    assert sorted(ids) == sorted(there["breast_id"].unique())
+    assert len(metrics.to_breast(oof)) == len(oof)
+    assert json.loads((breast_run / "summary.json").read_text())["scores"]["n_breasts"] == len(oof)
+    raw = pd.read_csv(breast_run / f"fold{fold}" / "oof.csv", dtype=str)
+    assert list(raw.columns) == runs.OOF_COLUMNS and raw["image_id"].isna().all()
+
+    good, bad = data.usable(there, store)
+    assert len(bad) and good.groupby("breast_id").size().nunique() > 1  # breasts of several sizes, one with a bad image
+    model = models.build_model(BREASTS)
+    models.load_weights(model, breast_run / f"fold{fold}" / "best.safetensors").eval()
+    for (_, row), breast_id in zip(oof.iterrows(), ids, strict=True):
+        own = good[good["breast_id"] == breast_id]
+        views = np.stack([store[i] for i in store.rows_of(own["image_id"])]).astype(np.float32) / 4095
+        kinds = torch.tensor([[0 if "CC" in view else 1 for view in own["view"]]])
+        with torch.no_grad():
+            logit = model(torch.from_numpy(views)[None, :, None], view_id=kinds)["cancer"]
+        assert row["score"] == pytest.approx(logit.sigmoid().item(), abs=1e-5)
+        assert row["cancer"] == own["cancer"].iloc[0]
+    # Batches count breasts: every negative once, and as many positives as the ratio asks for.
+    history = pd.read_csv(breast_run / f"fold{fold}" / "history.csv")
+    assert np.isfinite(history[["train_loss", "valid_loss", "train_auc", "valid_auc", "grad_norm"]]).all(axis=None)
+
+
+def test_training_sees_pairs_and_scoring_all_images(store, table, tmp_path, monkeypatch):
+    """Batches count breasts; the two views of a pair are of two kinds."""
+    seen = {}
+
+    def watched(name, run):
+        def run_and_note(model, loader, *arguments):
+            seen[name] = list(loader)
+            return run(model, loader, *arguments)
+
+        return run_and_note
+
+    for name in ("train_one_epoch", "evaluate"):
+        monkeypatch.setattr(engine, name, watched(name, getattr(engine, name)))
+    config = dataclasses.replace(TWO, epochs=1)
+    folder = begin(tmp_path, store, table, config, model=BREASTS)
+    engine.fit_folds(table, store, BREASTS, config, RUN, folder)
+    labels = ("biopsy", "density", "birads")
+    for batch in seen["train_one_epoch"]:
+        assert batch["image"].shape[:2] == (len(batch["item"]), 2) and len(batch["item"]) <= 4
+        assert batch["view_id"][batch["view_mask"].all(1)].tolist() == [[0, 1]] * int(batch["view_mask"].all(1).sum())
+        assert batch["cancer"].sum() >= 1 and all(batch[name].shape == batch["cancer"].shape for name in labels)
+    assert max(batch["image"].shape[1] for batch in seen["evaluate"]) > 2
+    assert [n for batch in seen["evaluate"] for n in batch["item"].tolist()] == list(range(len(runs.read_oof(folder))))
+
+
+def test_a_breast_run_goes_on_to_the_same_weights(breast_run, store, table, tmp_path):  # A01, C04
+    """Stopped after an epoch, gone on with loader processes."""
+    fold = fold_of_blank(store, table)
+    folder = begin(tmp_path, store, table, TWO, model=BREASTS)
+    folds = data.make_folds(table, TWO.n_folds, TWO.seed)
+    clock = iter(range(1000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.time, "monotonic", lambda: float(next(clock)))
+        assert engine.fit(int(fold), table, folds, store, BREASTS, TWO, RUN, folder, deadline=3.0) is False
+    assert len(pd.read_csv(folder / f"fold{fold}" / "history.csv")) == 1
+    assert engine.fit(int(fold), table, folds, store, BREASTS, TWO, dataclasses.replace(RUN, num_workers=1), folder)
+    a, b = (models.read_weights(run / f"fold{fold}" / "best.safetensors") for run in (breast_run, folder))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_breast_without_any_pixels_gets_the_prior(store, table):
+    """One of its images is enough to be scored; without any it is left out of training, and keeps its row."""
+    blank = store.index.loc[store.index["status"] != "ok", "image_id"].iloc[0]
+    breast_id = table.loc[table["image_id"] == blank, "breast_id"].iloc[0]
+    whole = data.side(table, store, "breast", "all")
+    assert breast_id in whole.items["breast_id"].tolist() and whole.bad.empty
+    rest = table[(table["breast_id"] != breast_id) | (table["image_id"] == blank)]
+    side = data.side(rest, store, "breast", "all")
+    assert side.bad["breast_id"].tolist() == [breast_id]
+    assert len(side.items) == rest["breast_id"].nunique() - 1
+    from rsnakit.history import oof_rows
+
+    rows = oof_rows(side.items, side.bad, np.arange(len(side.items)), np.full(len(side.items), 0.5), 3, prior=0.125)
+    assert rows["score"].tolist() == [0.5] * len(side.items) + [0.125]
+    assert (rows["image_id"] == "").all() and (rows["fold"] == 3).all()
+    with pytest.raises(data.TableError, match="fold 1: 0 of 1 breasts with pixels are positive"):
+        data.side(rest[rest["cancer"] == 0].iloc[:1], store, "breast", "fold 1")
+
+
+def test_heads_learn_what_the_loss_asks(store, table, tmp_path):
+    """With a weight of 0 they stay as they were made; with one they do not."""
+    after = {}
+    for weight in (0.0, 1.0):
+        config = dataclasses.replace(TRAIN, epochs=1, aux_weight=weight)
+        model = dataclasses.replace(MODEL, aux=("density", "view"))
+        folder = begin(tmp_path, store, table, config, model=model)
+        engine.fit_folds(table, store, model, config, RUN, folder)
+        after[weight] = weights(folder)
+    differing = {name for name in after[0.0] if not torch.equal(after[0.0][name], after[1.0][name])}
+    assert any("density" in name for name in differing) and any("backbone" in name for name in differing)
+    begun = len(list((tmp_path / "runs").iterdir()))
+    assert begun == 2  # the weight is a part of the run's name
+
+
+def test_an_auxiliary_label_without_a_column_stops_before_training(store, table, tmp_path):
+    model = dataclasses.replace(MODEL, aux=("density",))
+    bare = table.drop(columns="density")
+    folder = begin(tmp_path, store, bare, model=model)
+    with pytest.raises(ValueError, match="'density': the table has no column density"):
+        engine.fit_folds(bare, store, model, TRAIN, RUN, folder)
+    assert not list(folder.glob("fold0/*.pt"))
+
+
+def test_gradient_checkpointing_is_no_part_of_a_run(store, table, tmp_path):
+    """Out of memory, a person turns it on and goes on with the same run."""
+    config = dataclasses.replace(TRAIN, epochs=1)
+    on = dataclasses.replace(MODEL, grad_checkpointing=True)
+    folder = begin(tmp_path, store, table, config)
+    engine.fit_folds(table, store, MODEL, config, RUN, folder)
+    assert begin(tmp_path, store, table, config, model=on) == folder
+    assert "grad_checkpointing" not in runs.read_config(folder)["model"]
+    longer = dataclasses.replace(config, epochs=2)
+    folder = begin(tmp_path, store, table, config, "mine")
+    engine.fit_folds(table, store, MODEL, config, RUN, folder)
+    assert begin(tmp_path, store, table, longer, "mine", on) == folder
+    engine.fit_folds(table, store, on, longer, RUN, folder)
+    assert runs.read_model(folder / "fold0")["model"]["grad_checkpointing"] is True
+    assert runs.read_model(folder / "fold0")["epoch"] == 2
+
+
+def test_a_model_that_cannot_take_the_size_is_refused_before_an_image_is_read(store, table, tmp_path, monkeypatch):
+    # M05: not in the first batch
+    monkeypatch.setattr(data.MammogramDataset, "__getitem__", None)
+    model = dataclasses.replace(MODEL, backbone="vit_tiny_patch16_224")
+    folder = begin(tmp_path, store, table, model=model)
+    with pytest.raises(
+        ValueError, match=r"vit_tiny_patch16_224.* fails on .*64, 32.*made for .*224, 224.*another height and width"
+    ):
+        engine.fit_folds(table, store, model, TRAIN, RUN, folder)
+
+
+class Picky(torch.nn.Module):
+    """A model that looks at values, which a dry run has none of; and takes images of one height."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.config, self.batches = torch.nn.BatchNorm2d(1), MODEL, []
+        self.backbone.pretrained_cfg = {}
+
+    def features(self, x):
+        assert x.shape[2] == 64, "expected height 64"
+        self.batches.append(float(x.sum()))
+        return self.backbone(x).mean((2, 3))
+
+
+def test_a_model_that_cannot_be_run_dry_is_tried_in_earnest():
+    model = Picky()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine.check_size(model, (64, 32))
+    assert model.batches == [0.0] and model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(
+        ValueError, match=r"(?s)fails on .*32, 64.*AssertionError: expected height 64.*another height and width"
+    ):
+        engine.check_size(model, (32, 64))

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from rsnakit import data, infer, models, preprocess, runs
+from rsnakit import data, engine, infer, models, preprocess, runs
 from rsnakit.engine import TrainConfig
 from rsnakit.env import RunConfig
 from rsnakit.infer import InferConfig, SubmissionError
@@ -23,18 +23,22 @@ RUN = RunConfig(device="cpu", n_jobs=2)
 PRIOR = 0.0625
 
 
-def make_run(work, name="run", folds=2, preprocess_config=SMALL, threshold=0.5, is_demo=True, debug=False):
+def make_run(
+    work, name="run", folds=2, preprocess_config=SMALL, threshold=0.5, is_demo=True, debug=False, config=MODEL
+):
     """A run as training leaves it, with random weights: another model in each fold."""
     folder = work / "runs" / name
-    settings = runs.settings_of(preprocess_config, MODEL, TrainConfig(epochs=1), "data", is_demo, debug)
+    settings = runs.settings_of(preprocess_config, config, TrainConfig(epochs=1), "data", is_demo, debug)
     runs.open_run(work, name, settings)
     for fold in range(folds):
         torch.manual_seed(fold)
         (folder / f"fold{fold}").mkdir(parents=True)
-        model = models.build_model(MODEL)
-        torch.nn.init.normal_(model.head.weight, std=1.0)
+        model = models.build_model(config)
+        for name_of, parameter in model.named_parameters():  # new pools of views begin as the mean, and heads near 0
+            if not name_of.startswith("backbone."):
+                torch.nn.init.normal_(parameter, std=1.0)
         models.save_weights(model, folder / f"fold{fold}" / "best.safetensors")
-        described = {"model": dataclasses.asdict(MODEL), "preprocess": dataclasses.asdict(preprocess_config)}
+        described = {"model": dataclasses.asdict(config), "preprocess": dataclasses.asdict(preprocess_config)}
         described |= {"prior": PRIOR, "epoch": 1, "select": "last"}
         (folder / f"fold{fold}" / "model.json").write_text(json.dumps(described))
     if threshold is not None:
@@ -318,3 +322,119 @@ def test_which_run_is_taken(tmp_path):
     (tmp_path / "runs" / "half" / "config.json").write_text("{}")
     with pytest.raises(runs.RunError, match="no run with a trained fold"):
         runs.find_run(tmp_path, "half", is_demo=True)
+
+
+# --- models that see breasts
+
+
+BREASTS = dataclasses.replace(MODEL, views="attention", aux=("biopsy", "density"), grad_checkpointing=True)
+
+
+@pytest.fixture(scope="module")
+def breast_run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("work"), config=BREASTS)
+
+
+def by_hand(run: Path, table: pd.DataFrame, folds=(0, 1)) -> float:
+    """The score of one breast's images: each fold's model sees them all at once, padded with nothing."""
+    images = np.stack([preprocess.load_image(path, SMALL) for path in table["path"]]).astype(np.float32) / 4095
+    kinds = torch.tensor([[0 if "CC" in view else 1 for view in table["view"]]])
+    scores = []
+    for fold in folds:
+        model = models.load_weights(models.build_model(BREASTS), run / f"fold{fold}" / "best.safetensors").eval()
+        with torch.no_grad():
+            logit = model(torch.from_numpy(images)[None, :, None], view_id=kinds)["cancer"]
+        scores.append(logit.sigmoid().item())
+    return float(np.mean(scores))
+
+
+def test_a_breast_is_scored_from_all_its_images(competition, breast_run, tmp_path):
+    table = data.load_table(competition, "test")
+    report = infer.predict(competition, breast_run, InferConfig(infer_batch_size=3), RUN)
+    assert list(report.columns) == infer.REPORT_COLUMNS and report["image_id"].tolist() == table["image_id"].tolist()
+    assert (report["status"] == "ok").all()
+    for breast_id, rows in table.groupby("breast_id"):
+        expected = by_hand(breast_run, rows)
+        np.testing.assert_allclose(report.loc[rows.index, "score"], expected, atol=1e-5, err_msg=breast_id)
+    assert report["score"].nunique() == table["breast_id"].nunique()
+    submission = infer.write_submission(report, tmp_path / "s.csv", None)
+    infer.check_submission(tmp_path / "s.csv", competition / "test.csv")
+    first = report.groupby("prediction_id", sort=False)["score"].first()
+    np.testing.assert_allclose(submission["cancer"], first, rtol=1e-12)
+
+
+def test_breasts_in_parts_and_batches_are_the_same(competition, breast_run, monkeypatch):
+    whole = infer.predict(competition, breast_run, InferConfig(), RUN)
+    monkeypatch.setattr(infer, "BREASTS", 3)
+    parts = infer.predict(competition, breast_run, InferConfig(infer_batch_size=1), dataclasses.replace(RUN, n_jobs=1))
+    np.testing.assert_allclose(parts["score"], whole["score"], atol=1e-6)
+
+
+def test_bad_images_of_a_breast_are_left_out(competition, breast_run, tmp_path):  # D13, I02
+    """One that cannot be read costs its view; where all of a breast are bad the prior stands."""
+    root = hurt(competition, tmp_path)
+    table = data.load_table(root, "test")
+    report = infer.predict(root, breast_run, InferConfig(), RUN)
+    assert report["status"].tolist()[:6] == ["failed", "failed", "failed", "failed", "ok", "blank"]
+    ok = report["status"] == "ok"
+    seen = set()
+    for _, rows in table.groupby("breast_id"):
+        good = rows[ok[rows.index]]
+        seen.add((len(good) > 0, len(good) == len(rows)))
+        expected = by_hand(breast_run, good) if len(good) else PRIOR
+        np.testing.assert_allclose(report.loc[rows.index, "score"], expected, atol=1e-5)
+    assert seen == {(False, False), (True, False), (True, True)}  # none, some and all of a breast's images
+
+
+def test_debug_scores_a_few_breasts(competition, breast_run):
+    whole = infer.predict(competition, breast_run, InferConfig(), RUN)
+    found = infer.predict(competition, breast_run, InferConfig(), dataclasses.replace(RUN, debug=True))
+    looked_at = found["status"] == "ok"
+    assert found.loc[looked_at, "prediction_id"].nunique() == 4
+    np.testing.assert_allclose(found.loc[looked_at, "score"], whole.loc[looked_at, "score"], atol=1e-6)
+    assert (found.loc[~looked_at, "score"] == PRIOR).all() and (found.loc[~looked_at, "status"] == "skipped").all()
+
+
+@pytest.mark.parametrize("where", ["backbone", "head"])
+def test_a_breast_model_that_gives_nan_costs_no_row(competition, tmp_path, where):
+    run = make_run(tmp_path, folds=1, config=BREASTS)
+    model = models.load_weights(models.build_model(BREASTS), run / "fold0" / "best.safetensors")
+    inner = where == "backbone"
+    for name, parameter in model.named_parameters():
+        if name.startswith("backbone.") == inner:
+            torch.nn.init.constant_(parameter, float("nan"))
+    models.save_weights(model, run / "fold0" / "best.safetensors")
+    report = infer.predict(competition, run, InferConfig(), RUN)
+    assert (report["status"] == "failed").all() and (report["score"] == PRIOR).all()
+    assert (report["reason"] == "the model gave no finite score").all()
+
+
+def test_inference_gives_the_out_of_fold_scores_of_the_same_images(competition, table, tmp_path):
+    """A breast model trained for an epoch, then used through DICOM on the very images that it was scored on."""
+    pixels = preprocess.build_store(table, SMALL, tmp_path / "store", n_jobs=1, image_format="raw16")
+    train = TrainConfig(n_folds=2, epochs=1, batch_size=4)
+    settings = runs.settings_of(SMALL, BREASTS, train, data.fingerprint(table), True, False)
+    folder = runs.open_run(tmp_path, "run", settings)
+    bad = table.loc[~table["image_id"].isin(data.usable(table, pixels)[0]["image_id"]), "breast_id"].iloc[0]
+    fold = data.make_folds(table, 2, 0)[table["breast_id"] == bad].iloc[0]
+    engine.fit_folds(table, pixels, BREASTS, train, RunConfig(device="cpu", fold=str(fold), num_workers=0), folder)
+
+    root = tmp_path / "as_test"
+    root.mkdir()
+    table.drop(columns="path").assign(prediction_id=table["breast_id"]).to_csv(root / "test.csv", index=False)
+    (root / "test_images").symlink_to(competition / "train_images")
+    report = infer.predict(root, folder, InferConfig(), RUN)
+    assert "blank" in set(report.loc[report["prediction_id"] == bad, "status"])
+    oof = runs.read_oof(folder)
+    found = report.groupby("prediction_id")["score"].first()[oof["patient_id"] + "_" + oof["laterality"]]
+    np.testing.assert_allclose(found.to_numpy(), oof["score"], atol=1e-5)
+    assert len(oof) > 10 and oof["score"].std() > 1e-3
+
+
+def test_lists_of_a_run_and_tuples_of_a_notebook_are_the_same(tmp_path):
+    config = dataclasses.replace(MODEL, aux=("view", "density"), stem_stride=(2,), drop_weights=("head.",))
+    run = make_run(tmp_path, config=config)
+    given = {"aux": ("view", "density"), "stem_stride": (2,), "views": "none", "grad_checkpointing": True}
+    infer.refuse_other_settings(run, {**given, "drop_weights": (), "aux_weight": 0.3})
+    with pytest.raises(runs.RunError, match=r"stem_stride=\[1\] \(trained with \[2\]\)"):
+        infer.refuse_other_settings(run, {**given, "stem_stride": (1,)})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import papermill
 import pytest
 import yaml
@@ -131,6 +132,33 @@ def real_layout(tmp_path_factory) -> Path:
     return demo.make_competition(root, n_patients=16, size=192, positive_rate=0.5, n_test=4, n_jobs=1)
 
 
+TAMED = {
+    "views": {"views": "attention", "aux": "[biopsy, density]", "batch_size": 8, "grad_checkpointing": "true"},
+    "stem": {
+        "backbone": "test_efficientnet", "stem_stride": 1, "pools": "blocks.1:2", "neck": "fpn_scse", "neck_channels": 16,
+        "input_pad": "[2, 2, 0, 0]", "input_pad_mode": "reflect", "pooling": "attention", "aux": "view",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", TAMED)
+def test_a_tamed_model_from_parameters_alone(how, tmp_path):
+    """03 trains it and 04 rebuilds it; the parameters are written as `papermill -p` gives them."""
+    common = {**SMALL, **QUICK, **TAMED[how], "work_dir": str(tmp_path / "work")}
+    printed = text_of(run("03_train", tmp_path / "out.ipynb", **common))
+    assert ("breasts to train on" in printed) == (how == "views")
+    run("04_inference", tmp_path / "out.ipynb", **common)
+    (competition,), (out,) = (tmp_path / "work/demo").iterdir(), (tmp_path / "work/submissions").iterdir()
+    infer.check_submission(out / "submission.csv", competition / "test.csv")
+    report = pd.read_csv(out / "report.csv", dtype={"prediction_id": str})
+    assert (report["status"] == "ok").all() and report["score"].between(0, 1).all()
+    assert (report.groupby("prediction_id")["score"].nunique() == 1).all() == (how == "views")
+    if how == "views":  # another way of pooling is another model, and is refused by name; checkpointing is not
+        with pytest.raises(papermill.PapermillExecutionError, match=r"views='max' \(trained with 'attention'\)"):
+            run("04_inference", tmp_path / "other.ipynb", **{**common, "views": "max", "grad_checkpointing": False})
+
+
 @pytest.mark.slow
 def test_a_real_competition_says_which_command_makes_the_store(real_layout, tmp_path):
     here = {"data_dir": str(real_layout), "work_dir": str(tmp_path / "work")}
@@ -168,6 +196,7 @@ def test_every_parameter_file_is_known_and_in_range(path):
         values, RunConfig, demo.DemoConfig, PreprocessConfig, ModelConfig, TrainConfig, InferConfig
     )
     given = {name: value for config in configs for name, value in vars(config).items() if name in values}
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
     assert given == values  # nothing was turned into something else
     import timm
 
