@@ -13,11 +13,17 @@ MODULES = {path.stem: path for path in (REPOSITORY / "rsnakit").glob("*.py") if 
 LADDER = (
     (
         "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
-        "look", "metrics", "phantom", "tables", "cluster", "workers",
+        "look", "metrics", "phantom", "tables", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling",
     ),
-    ("params", "env", "display", "dicom", "png", "crop", "machines"),
-    ("store", "augment", "losses", "plots_data", "plots", "runs", "history", "checkpoint", "headers"),
-    ("models", "data", "prepare", "batches", "compare", "jobs", "preprocess", "demo", "loop"),
+    (
+        "params", "env", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "pyramid",
+        "surgery", "families", "necks", "views",
+    ),
+    (
+        "store", "augment", "losses", "plots_data", "plots", "plots_models", "runs", "history", "checkpoint", "headers",
+        "weights", "speed",
+    ),
+    ("models", "samplers", "data", "prepare", "batches", "compare", "jobs", "preprocess", "demo", "loop"),
     ("engine", "infer"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
