@@ -36,7 +36,8 @@ def run(
     caller = model
     if method != "forward":
         caller, weights = _Method(model, method), {f"model.{name}": tensor for name, tensor in weights.items()}
-    arguments = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs)
+    arguments = tuple(_on_meta(x) for x in inputs)
+    options = {name: _on_meta(value) for name, value in options.items()}
     try:
         with torch.set_grad_enabled(grad):
             return torch.func.functional_call(caller, weights, arguments, options, tie_weights=False)
@@ -97,6 +98,10 @@ def first_tensor(value: Any) -> torch.Tensor | None:
     if isinstance(value, list | tuple) or type(value).__name__ == "dict_values":
         return next((tensor for tensor in map(first_tensor, value) if tensor is not None), None)
     return None
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 class _Method(nn.Module):

@@ -14,7 +14,7 @@ from rsnakit.fields import check_all
 from rsnakit.files import write_json
 from rsnakit.necks import FPN, Pyramid, as_maps, feature_channels
 from rsnakit.params import setting
-from rsnakit.pooling import GeM, make_pool
+from rsnakit.pooling import GeM, full_precision, make_pool
 from rsnakit.targets import AUXILIARY
 from rsnakit.views import ViewPool
 from rsnakit.weights import (
@@ -186,7 +186,7 @@ class CancerNet(nn.Module):
         """
         if features.ndim == 3:
             features = self.views(features, view_mask, view_id)
-        with torch.autocast(features.device.type, enabled=False):
+        with full_precision(features):
             features = self.dropout(features.to(self.head.weight.dtype))
             logits = {"cancer": self.head(features), **{name: head(features) for name, head in self.aux_heads.items()}}
         return {name: x.float().squeeze(1) if x.shape[1] == 1 else x.float() for name, x in logits.items()}

@@ -1,5 +1,7 @@
 """From maps to a vector: average, maximum, generalised mean, attention; each in float32, under autocast too."""
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -41,7 +43,7 @@ class GeM(nn.Module):
 
     def forward(self, maps: torch.Tensor) -> torch.Tensor:
         """(B, C, h, w) to (B, C), in float32: half precision loses eps, and overflows at the cube of 50."""
-        with torch.autocast(maps.device.type, enabled=False):
+        with full_precision(maps):
             # Scaled by the largest value, so that powers stay near 1 whatever the maps' magnitude is.
             maps = maps.float().clamp(min=self.eps)
             scale = maps.detach().amax((2, 3), keepdim=True)
@@ -77,7 +79,7 @@ class AttentionPool(nn.Module):
         Args:
             mask: (B, N) bool, False for what does not count; a row without a True gets zeros. None: all count.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             x = x.to(self.score.weight.dtype)
             scores = self.score(self.hidden(x).tanh() * self.gate(x).sigmoid()).squeeze(2).float()  # (B, N)
             if mask is None:
@@ -89,5 +91,10 @@ class AttentionPool(nn.Module):
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """(B, N, C) and weights (B, N) to (B, C) float32."""
-    with torch.autocast(x.device.type, enabled=False):
+    with full_precision(x):
         return torch.einsum("bnc,bn->bc", x.float(), weights.float())
+
+
+def full_precision(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A context without autocast on the device of a tensor; the meta device, on which models are run dry, knows none."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

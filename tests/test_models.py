@@ -13,7 +13,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from rsnakit import runs
+from rsnakit import dryrun, runs, stems
 from rsnakit.models import (
     ModelConfig,
     WeightsError,
@@ -397,3 +397,12 @@ def test_compiled_in_another_layout_and_copied_it_is_the_same_model():
             torch.testing.assert_close(other(x)["density"], full)
         last = copy.deepcopy(model).to(memory_format=torch.channels_last)
         torch.testing.assert_close(last(x)["density"], full, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max", "gem", "attention"])
+def test_it_runs_dry(pooling):
+    model = build(pooling=pooling, views="attention", neck="fpn_scse", aux=("birads",))
+    kinds = torch.zeros(3, 2, dtype=torch.long)
+    found = dryrun.run(model, torch.empty(3, 2, 1, 64, 32), view_id=kinds)
+    assert {name: tuple(logits.shape) for name, logits in found.items()} == {"cancer": (3,), "birads": (3, 3)}
+    assert list(stems.first_convolutions(model)) == ["backbone.conv_stem"]

@@ -82,12 +82,22 @@ def test_one_after_another_with_one_yaml_for_all(work, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", NAMES)
 def test_each_alone_and_in_debug(name, tmp_path):
     """On a fresh machine, with nothing made before."""
     book = run(name, tmp_path / f"{name}.ipynb", debug=True, demo_size=256, work_dir=str(tmp_path / "work"))
     assert all(cell.get("execution_count") for cell in book["cells"] if cell["cell_type"] == "code")
     assert bytes_without_pictures(tmp_path / f"{name}.ipynb") < 1_000_000
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_tamed_says_why(tmp_path):
+    """A ViT's stem is refused in a sentence, and the rest of the notebook goes on, at the size that the model takes."""
+    common = {**SMALL, "debug": True, "work_dir": str(tmp_path / "work")}
+    book = run("06_models", tmp_path / "out.ipynb", backbone="vit_tiny_patch16_224", weights="none", **common)
+    printed = text_of(book)
+    assert "vit_tiny_patch16_224 takes images of 224x224 pixels alone" in printed
+    assert "not to be had: " in printed and "position" in printed
 
 
 @pytest.mark.slow
