@@ -250,9 +250,9 @@ def _gallery_title(x: torch.Tensor, outputs: Mapping[str, torch.Tensor], seen: M
     names = [_plain(name) for name, value in far.items() if value == most]
     others = sorted({value for value in far.values() if value < most})
     span = " to ".join(f"{value}x{value}" for value in dict.fromkeys([*others[:1], *others[-1:]]))
+    widest = f"{most}x{most} pixels" if most < len(next(iter(seen.values()))) else "the whole map"
     clauses = [
-        f"{_names(names)} look{'s' * (len(names) == 1)} over {most}x{most} pixels"
-        + f", the others over {span}" * bool(others)
+        f"{_names(names)} look{'s' * (len(names) == 1)} over {widest}" + f", the others over {span}" * bool(others)
     ]
     cells = {name: y.shape[1] * y.shape[2] / (x.shape[1] * x.shape[2]) for name, y in outputs.items()}
     for ratio in sorted({value for value in cells.values() if abs(value - 1) > 0.1}):

@@ -15,6 +15,7 @@ from torch import nn
 
 from rsnakit import plots_models
 from rsnakit.metrics import Interval
+from rsnakit.necks import SCSE
 
 
 def title(figure: Figure) -> str:
@@ -172,3 +173,9 @@ def test_heads_without_an_interval_and_no_heads():
     alone = {"naive": Interval(0.3, math.nan, math.nan)}
     assert "AUC of 0.30" in title(plots_models.head_scores(alone))
     assert title(plots_models.head_scores({})) == "No head has been scored"
+
+
+def test_a_part_that_sees_everything_is_said_to():
+    torch.manual_seed(0)
+    figure = plots_models.parts_gallery(torch.rand(8, 24, 24), {"scSE": SCSE(8), "3x3": nn.Conv2d(8, 8, 3, padding=1)})
+    assert title(figure) == "scSE looks over the whole map, the others over 3x3"
