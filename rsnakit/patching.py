@@ -88,6 +88,11 @@ def restore(obj: Any, name: str) -> Any:
     return obj
 
 
+def replacements(obj: Any, name: str) -> list[Callable]:
+    """The funcs that stand in a method's place, the latest last; empty where it was not replaced."""
+    return [level.func for level in _levels(inner_module(obj), name)]
+
+
 @contextlib.contextmanager
 def patched(obj: Any, name: str, func: Callable) -> Iterator[Any]:
     """`replace_method` for the length of a with block, which gives the object.

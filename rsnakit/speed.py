@@ -162,7 +162,7 @@ def _worth_it(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _ours(module: nn.Module) -> list[bool]:
     """Of each function that took the place of a module's forward, the latest last, whether it came from here."""
-    return [level.func in (_forward_twice, _forward_in_runs) for level in patching._levels(module, "forward")]
+    return [func in (_forward_twice, _forward_in_runs) for func in patching.replacements(module, "forward")]
 
 
 def _forward_twice(block: nn.Module, *args: Any, **options: Any) -> Any:

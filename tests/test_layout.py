@@ -16,7 +16,7 @@ LADDER = (
         "look", "metrics", "phantom", "tables", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling",
     ),
     (
-        "params", "env", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "pyramid",
+        "params", "env", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow", "pyramid",
         "surgery", "families", "necks", "views",
     ),
     (
