@@ -102,18 +102,22 @@ def check(value: Any, low: float | None, high: float | None, choices: tuple | No
 
 
 def check_all(config: Any) -> None:
-    """Refuses (ValueError) a config with a field that is out of its bounds; what is read from parameters is checked before."""
+    """Gives each field of a frozen config its type, by the rule that parameters follow (2 becomes (2,) in a tuple, 'no' False
+    in a bool), and refuses (ValueError) one whose value is of another kind or out of its bounds."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        value, hint = getattr(config, field.name), hints[field.name]
         try:
-            check(value, **bounds(field))
+            object.__setattr__(config, field.name, convert(value, hint))
+            check(getattr(config, field.name), **bounds(field))
         except ValueError:
-            raise ValueError(f"{field.name}: got {value!r}, expected {expected(hints[field.name], field)}") from None
+            raise ValueError(f"{field.name}: got {value!r}, expected {expected(hint, field)}") from None
 
 
 def expected(hint: Any, field: dataclasses.Field) -> str:
     low, high, choices = bounds(field).values()
+    if typing.get_origin(hint) is tuple and choices and _is_text(choices):
+        return f"a list of any of {', '.join(map(repr, choices))}"
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     words = [_words(member) for member in members if not (choices and (member is str or not _is_text(choices)))]
     if words and low is not None and high is not None:
