@@ -19,6 +19,7 @@ import torchinfo
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils import flop_counter
 from torchinfo import ColumnSettings, RowSettings
 
 from rsnakit.patching import inner_module
@@ -32,7 +33,8 @@ class Summary:
 
     Attributes:
         table: torchinfo's ModelStatistics. Its `summary_list` refers to the copy that ran, which has no weights. Its
-            multiply-adds leave out attention, and count a linear layer once a sample, not a token: see `cost.estimate`.
+            total of multiply-adds is counted as `cost.estimate` does (so without a fused LSTM's), of the whole input. A
+            column "mult_adds" is its own: it leaves out attention, and counts a linear layer once a sample, not a token.
         parts: DataFrame with a row a kind of part. `count`: modules of this kind, or calls of a function; `parameters`:
             those that the modules hold themselves, so that the column's sum is the model's (tied weights count where
             they come first); `share_%`: of all parameters; `calls`: how often the pass called these modules (0: it
@@ -77,7 +79,10 @@ def summarize(
     for given, known in ((col_names, ColumnSettings), (row_settings, RowSettings)):
         if unknown := set(given) - {setting.value for setting in known}:
             raise ValueError(f"torchinfo has no {', '.join(unknown)}; there are {', '.join(s.value for s in known)}")
-    functions = _Functions()
+    for setting, value, least in (("depth", depth, 0), ("col_width", col_width, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{setting} is {value!r}; expected a whole number from {least}")
+    functions, counter = _Functions(), mult_adds_counter()
     with fake_model(model) as fake:
         for module in fake.modules():
             if _is_basic(module):
@@ -85,7 +90,7 @@ def summarize(
                 module.register_forward_hook(functions.leave)
         inputs = [fake_input(fake, size) for size in _sizes(input_size)]
         try:
-            with functions:
+            with counter, functions:
                 table = torchinfo.summary(
                     fake,
                     input_data=inputs,
@@ -106,6 +111,7 @@ def summarize(
     # Again, now for the full names, and for those rows alone that are shown.
     table.formatting.layer_name_width = 40
     table.formatting.set_layer_name_width([layer for layer in table.summary_list if layer.depth <= depth])
+    table.total_mult_adds = counter.get_total_flops() // 2
     return Summary(table, _count_parts(fake, calls, functions.calls))
 
 
@@ -135,6 +141,18 @@ def fake_model(model: nn.Module, device: torch.device | str | None = None) -> It
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(mode)
         yield fake_copy
+
+
+def mult_adds_counter() -> flop_counter.FlopCounterMode:
+    """torch's counter of floating point operations, two a multiply-add: convolutions, matrix products and attention."""
+    # The CPU's flash attention is not among what it knows.
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    more = {attention: lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q, k, v)}
+    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=more)
+    # The total is enough; what follows modules needs gradients, and hooks into all modules there are.
+    counter.mod_tracker = contextlib.nullcontext()
+    counter.mod_tracker.parents = {"Global"}
+    return counter
 
 
 def view_options(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:

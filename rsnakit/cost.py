@@ -9,13 +9,13 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -104,10 +104,17 @@ def estimate(
         device: cuda or cpu, where the step is to run.
 
     Raises:
-        ValueError: no such precision or device, or the model fails on such an input (what it wants is said).
+        ValueError: no such precision or device, bytes or memory that are no number from 0, or the model fails on such an input
+            (what it wants is said).
     """
     if precision not in PRECISIONS or device not in ("cuda", "cpu"):
         raise ValueError(f"precision={precision!r}, device={device!r}: there are {', '.join(PRECISIONS)}; cuda, cpu")
+    for name, value in (("memory_gb", memory_gb), ("optimizer_bytes", optimizer_bytes)):
+        wrong = isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf
+        if wrong and not (name == "memory_gb" and value is None):
+            raise ValueError(
+                f"{name} is {value!r}; expected a number from 0, such as {name}={16 if name[0] == 'm' else 8}"
+            )
     size = _item_size(model, input_size)
     half = PRECISIONS[precision]
     for kind in dict.fromkeys((device, "cpu")):
@@ -179,13 +186,7 @@ def _forward(model: nn.Module, x: torch.Tensor, half: torch.dtype | None) -> tup
             kept[storage._cdata] = storage
         return tensor
 
-    # The CPU's flash attention is not among what the counter knows.
-    more = {
-        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(
-            q, k, v
-        )
-    }
-    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=more)
+    counter = anatomy.mult_adds_counter()
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.enable_grad(), _autocast(x.device.type, half), hooks, counter, _GpuAttention():
         model(x, **anatomy.view_options(model, x))

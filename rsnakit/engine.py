@@ -227,7 +227,9 @@ class _Trainer:
         self.store, self.num_workers = store, run.num_workers
         self.model_config = model_config
         # A run that goes on has its own weights, and must not need the hub or file that it began from.
-        model = models.build_model(dataclasses.replace(model_config, weights="none") if state else model_config)
+        model = models.build_model(
+            dataclasses.replace(model_config, weights="none", drop_weights=()) if state else model_config
+        )
         model.config = model_config  # so that model.json says what training began from, after a break too
         check_size(model, store.shape)
         self.model = model.to(

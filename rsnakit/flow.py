@@ -11,28 +11,39 @@ from rsnakit import stems
 from rsnakit.hooks import InputPad, hook_of
 
 
-def is_channels_last(model: nn.Module, name: str, x: torch.Tensor) -> bool:
-    """Whether what goes into a module is (N, H, W, C): found out by growing the image, as one shape does not tell."""
-    found = [stems.shapes_into(model, [name], x).get(name)]
-    if found[0] is None:
-        raise ValueError(f"insert_pool: {name!r} is not called when the model runs, or not with a tensor")
-    with contextlib.suppress(Exception):  # a model of one size
-        larger = x.new_empty((*x.shape[:2], *(2 * length for length in x.shape[2:])))
-        found.append(stems.shapes_into(model, [name], larger)[name])
+def taken_too(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Inputs 2 and 4 times as large as x, as far as the model takes them; none for a model of one size."""
+    found = []
+    for times in (2, 4):  # what strides and windows divide stays so
+        with contextlib.suppress(Exception):
+            larger = x.new_empty((*x.shape[:2], *(times * length for length in x.shape[2:])))
+            stems.trial(model, larger)
+            found.append(larger)
+    return found
+
+
+def maps_into(model: nn.Module, name: str, inputs: Sequence[torch.Tensor]) -> tuple[bool, tuple[int, int]]:
+    """Whether what goes into a module is (N, H, W, C), and its (H, W) for the first of several inputs of growing size.
+
+    Found out by growing the image, as one shape does not tell.
+    """
+    found = [stems.shapes_into(model, [name], x).get(name) for x in inputs[:2]]
     shape = found[0]
+    if shape is None:
+        raise ValueError(f"insert_pool: {name!r} is not called when the model runs, or not with a tensor")
     if len(shape) != 4:
         raise ValueError(
             f"insert_pool: {name!r} gets {'tokens' if len(shape) == 3 else 'a tensor'} of shape {shape}, which have no height "
             "and width to pool over; take a module that gets maps"
         )
     if len(found) == 2:
-        axes = tuple(axis for axis in range(4) if found[0][axis] != found[1][axis])
+        axes = tuple(axis for axis in range(4) if shape[axis] != found[1][axis])
     else:  # one size alone: of a square image height and width are alike
         axes = next((pair for pair in ((2, 3), (1, 2)) if shape[pair[0]] == shape[pair[1]]), ())
         axes = () if shape[1] == shape[2] == shape[3] else axes
     if axes not in ((2, 3), (1, 2)):
         raise ValueError(f"insert_pool: which axes of {name!r}'s input {shape} are height and width cannot be told")
-    return axes == (1, 2)
+    return axes == (1, 2), (shape[axes[0]], shape[axes[1]])
 
 
 def entered_by(model: nn.Module, x: torch.Tensor, first: Sequence[str]) -> list[nn.Module]:
@@ -42,7 +53,7 @@ def entered_by(model: nn.Module, x: torch.Tensor, first: Sequence[str]) -> list[
     beside: list[str] = []
 
     def check(name: str) -> Callable:
-        return lambda _, arguments: beside.append(name) if arguments[0].requires_grad else None
+        return lambda _, arguments: beside.append(name) if stems.of_image(arguments) else None
 
     def note(name: str) -> Callable:  # by name, as it may be a copy that is run
         def hook(_: nn.Module, arguments: tuple) -> tuple | None:

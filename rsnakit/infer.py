@@ -73,11 +73,7 @@ def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
     built, described = {}, {}
     for fold, folder in folders.items():
         described[fold] = runs.read_model(folder)
-        # Its own weights follow; the ones it began from are neither needed nor, on Kaggle, to be had.
-        saved = {**described[fold]["model"], "weights": "none", "grad_checkpointing": False}
-        config = runs.rebuild(models.ModelConfig, saved, folder)
-        built[fold] = models.load_weights(models.build_model(config), folder / "best.safetensors")
-        built[fold] = built[fold].to(device, memory_format=torch.channels_last).eval()
+        built[fold] = models.load_model(folder).to(device, memory_format=torch.channels_last)
     first, *others = described.values()
     for other in others:
         differences = runs.compare(first["preprocess"], other["preprocess"])

@@ -2,14 +2,16 @@
 
 import dataclasses
 import difflib
+import logging
 import re
+import warnings
 from pathlib import Path
 
 import timm
 import torch
 from torch import nn
 
-from rsnakit import runs, speed, surgery
+from rsnakit import hooks, runs, speed, stems, surgery
 from rsnakit.fields import check_all
 from rsnakit.files import write_json
 from rsnakit.necks import FPN, Pyramid, as_maps, feature_channels
@@ -123,6 +125,7 @@ class CancerNet(nn.Module):
         channels: C of the features: of the last map, or with a neck those of its maps, pooled by one pool, on end.
         head: the linear layer of the cancer logit; `aux_heads` those of the auxiliary ones by name. Pooling, views and heads
             work in float32 under autocast too, as half precision would round scores into ties.
+        tamed: what `build_model` made of stem, pools and padding, by which `save_model` sees what was changed since.
     """
 
     def __init__(self, backbone: nn.Module, config: ModelConfig) -> None:
@@ -217,28 +220,47 @@ def build_model(config: ModelConfig) -> CancerNet:
     backbone = _make_backbone(config)
     if config.weights != "none":
         load_backbone(backbone, config.backbone, config.weights, config.drop_weights)
+    elif config.drop_weights:  # no error: who goes on with a run asks for none of the weights that it began from
+        logging.getLogger(__name__).warning(
+            "drop_weights=%s is of no effect: weights='none' loads nothing", config.drop_weights
+        )
     model = CancerNet(backbone, config)
     _tame(backbone, config)
     if config.grad_checkpointing:
         speed.checkpoint_blocks(backbone)
+    model.tamed = _taming(model)
     return model
 
 
 def _make_backbone(config: ModelConfig) -> nn.Module:
-    options = {"drop_path_rate": config.drop_path} if config.drop_path else {}
-    # A neck takes the maps from within, also of the few models whose pooling cannot be left out.
-    kinds = [{"global_pool": ""}] + ([{}] if config.neck != "none" else [])
-    first = None
-    for pooling in kinds:
-        try:
-            return timm.create_model(config.backbone, in_chans=1, num_classes=0, **pooling, **options)
-        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-            first = first or error
+    pooling = {"global_pool": ""}
+    drop_path = {"drop_path_rate": config.drop_path} if config.drop_path else {}
+    model, error = _create(config.backbone, **pooling, **drop_path)
+    if model is None and config.neck != "none":
+        # A neck takes the maps from within, also of the few models whose pooling cannot be left out.
+        model, _ = _create(config.backbone, **drop_path)
+    if model is not None:
+        return model
+    advice = ""
+    if drop_path and _create(config.backbone, **pooling)[0] is not None:
+        advice = "; it is drop_path that it cannot take: give drop_path=0"
+    elif config.neck == "none" and _create(config.backbone, **drop_path)[0] is not None:
+        advice = "; neck=fpn may take it, which needs no pooling of its own"
     raise ValueError(
         f"backbone {config.backbone!r} cannot be built with one input channel, without classifier and pooling"
-        f"{f' and with drop_path={config.drop_path}' if options else ''}: {first}"
-        f"{'; neck=fpn may take it, which needs no pooling of its own' if config.neck == 'none' else ''}"
-    ) from first
+        f"{f' and with drop_path={config.drop_path}' if drop_path else ''}: {error}{advice}"
+    ) from error
+
+
+def _create(backbone: str, **options: object) -> tuple[nn.Module | None, Exception | None]:
+    """timm's model of one input channel without classifier, or why there is none."""
+    with warnings.catch_warnings():
+        # timm only warns of a model whose stem is made for RGB (CSATv2), and every image would fail.
+        warnings.filterwarnings("error", message=".*in_chans=1")
+        try:
+            return timm.create_model(backbone, in_chans=1, num_classes=0, **options), None
+        except (AssertionError, RuntimeError, TypeError, ValueError, UserWarning) as error:
+            return None, error
 
 
 def _tame(backbone: nn.Module, config: ModelConfig) -> None:
@@ -253,8 +275,27 @@ def _tame(backbone: nn.Module, config: ModelConfig) -> None:
         surgery.pad_input(backbone, config.input_pad, config.input_pad_mode)
 
 
-def save_model(model: nn.Module, folder: Path | str, **more: object) -> None:
+def _taming(model: nn.Module) -> list[tuple]:
+    """What surgery can change of a model and its state_dict does not show: strides, paddings, and the kit's pads and pools."""
+    found = []
+    for name, module in model.named_modules():
+        name = name.replace("_orig_mod.", "")
+        if isinstance(module, nn.Conv2d):
+            found.append((name, module.stride, None if stems.pads_itself(module) else stems.padding_of(module)))
+        elif isinstance(module, hooks.Pool):
+            found.append((name, module.kernel))
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, hooks.InputPad):
+                found.append((name, hook.pad, hook.mode))
+            elif isinstance(hook, hooks.PoolBefore):
+                found.append((name, "before", hook.pool.kernel))
+    return found
+
+
+def save_model(model: nn.Module, folder: Path | str, /, **more: object) -> None:
     """Writes a model's weights (`best.safetensors`) and what it is (`model.json`), so that `load_model` rebuilds it.
+
+    What `surgery` did to a model after `build_model` is not in its settings, and would be lost: a warning says so.
 
     Args:
         model: a `CancerNet`, plain or wrapped (compiled, in parallel, an average).
@@ -275,23 +316,31 @@ def save_model(model: nn.Module, folder: Path | str, **more: object) -> None:
     taken = sorted(described.keys() & more.keys())
     if taken:
         raise ValueError(f"{', '.join(taken)}: written by save_model itself; give what else there is under other names")
+    now = _taming(inner)
+    if getattr(inner, "tamed", now) != now:
+        warnings.warn(
+            f"{folder}: stem, pools or padding of this model were changed after build_model; load_model will rebuild it "
+            "without that. Give stem_stride, stem_padding, pools and input_pad in its ModelConfig instead.",
+            stacklevel=2,
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_weights(model, folder / "best.safetensors")
+    save_weights(inner, folder / "best.safetensors")  # its own: an average's wrapper counts its updates
     write_json(folder / "model.json", {**described, **more})
 
 
 def load_model(folder: Path | str) -> CancerNet:
-    """The model that `save_model` kept in a folder, on the CPU, in evaluation mode; what training began from is not needed.
+    """The model that `save_model` kept in a folder, on the CPU, in evaluation mode; what training alone needs is left out:
+    the weights it began from, and checkpointing.
 
     Raises:
         WeightsError: the files are not there, or the weights do not fit what `model.json` says.
-        rsnakit.runs.RunError: it was kept by a version of the kit whose ModelConfig has other fields.
+        rsnakit.runs.RunError: `model.json` is damaged, or of a version of the kit whose ModelConfig has other fields.
     """
     folder = Path(folder)
     missing = [name for name in ("model.json", "best.safetensors") if not (folder / name).is_file()]
     if missing:
         raise WeightsError(f"{folder}: no {' and no '.join(missing)} here; save_model writes both")
-    saved = {**runs.read_model(folder)["model"], "weights": "none"}
+    saved = {**runs.read_model(folder)["model"], "weights": "none", "drop_weights": (), "grad_checkpointing": False}
     model = build_model(runs.rebuild(ModelConfig, saved, folder))
     return load_weights(model, folder / "best.safetensors").eval()

@@ -107,7 +107,8 @@ def rebuild(config: type, saved: Mapping, where: Path) -> object:
     """A config as a run saved it.
 
     Raises:
-        RunError: the run was trained by a version of the kit whose config has other settings, which would then be guessed.
+        RunError: the run was trained by a version of the kit whose config has other settings, which would then be guessed,
+            or a setting's value is refused.
     """
     names = {field.name for field in dataclasses.fields(config)}
     if names != saved.keys():
@@ -116,7 +117,10 @@ def rebuild(config: type, saved: Mapping, where: Path) -> object:
             f"{where}: trained by another version of the kit: its {config.__name__} lacks {missing or 'nothing'} and has "
             f"{unknown or 'nothing'} that this version does not know. Use that version, or train again."
         )
-    return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
+    try:
+        return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
+    except ValueError as error:
+        raise RunError(f"{where}: {error}") from error
 
 
 def find_run(work: Path, name: str, is_demo: bool) -> Path:
@@ -209,8 +213,19 @@ def read_config(run: Path) -> dict:
 
 
 def read_model(folder: Path) -> dict:
-    """What `model.json` of a fold's folder says of its weights."""
-    return read_json(folder / "model.json")
+    """What `model.json` of a fold's folder says of its weights.
+
+    Raises:
+        RunError: it is damaged, or says nothing of the model.
+    """
+    path = folder / "model.json"
+    try:
+        found = read_json(path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+        raise RunError(f"{path}: has no settings under the name 'model', as models.save_model writes them")
+    return found
 
 
 def read_summary(run: Path) -> dict | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from timm.layers import Conv2dSame
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from rsnakit import dryrun
 from rsnakit.hooks import InputPad, StemPad, hook_of, remove_hook
@@ -46,22 +47,22 @@ def look(model: nn.Module, input_size: Sequence[int] | None = None) -> tuple[tor
     seen: list[str] = []
 
     def note(name: str) -> Callable:  # by name, as it may be a copy that is run
-        def hook(module: nn.Module, arguments: tuple) -> None:
-            if isinstance(module, nn.Conv2d) and arguments[0].requires_grad and name not in seen:
+        def hook(module: nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
+            if isinstance(module, nn.Conv2d) and name not in seen and of_image((arguments, options)):
                 seen.append(name)
 
         return hook
 
     def end(_: nn.Module, __: tuple, output: Any) -> Any:
-        return output.detach() if isinstance(output, torch.Tensor) else output
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     first_error = None
     with contextlib.ExitStack() as stack:
-        # What is the image still, scaled or rearranged, has a gradient; behind a weight nothing has one.
+        # What is the image still, scaled or rearranged, has a graph that leads to it; behind a weight nothing has one.
         stack.callback(model.register_forward_pre_hook(mark_image).remove)
         for name, module in model.named_modules():
             if isinstance(module, nn.Conv2d) or any(_mixes(weight) for weight in module.parameters(recurse=False)):
-                stack.callback(module.register_forward_pre_hook(note(name)).remove)
+                stack.callback(module.register_forward_pre_hook(note(name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(end).remove)
         for real in (False, True):
             for shape in _shapes(model, input_size):
@@ -78,10 +79,33 @@ def look(model: nn.Module, input_size: Sequence[int] | None = None) -> tuple[tor
     ) from first_error
 
 
+class _Image(torch.autograd.Function):
+    """What it gives is its input; in the graph of what is made of that it stands for the image."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
 def mark_image(_: nn.Module, arguments: tuple) -> tuple:
-    """A forward pre-hook of a whole model, by which the image, and all that is made of it, has a gradient in a dry run."""
-    torch.set_grad_enabled(True)  # which the dry run switches back; weights have no gradient in it
-    return (torch.zeros_like(arguments[0], requires_grad=True).clone(), *arguments[1:])
+    """A forward pre-hook of a whole model, by which `of_image` knows the image, and all that is made of it, in a dry run."""
+    torch.set_grad_enabled(True)  # which the dry run switches back
+    return (_Image.apply(torch.zeros_like(arguments[0], requires_grad=True)), *arguments[1:])
+
+
+def of_image(value: Any) -> bool:
+    """Whether the first tensor in a value is made of the marked image; that it has a gradient may be a weight's doing."""
+    tensor = dryrun.first_tensor(value)
+    nodes = [None if tensor is None else tensor.grad_fn]
+    known = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node.name() == f"{_Image.__name__}Backward":
+            return True
+        if node is not None and node not in known:
+            known.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def shapes_into(model: nn.Module, names: Sequence[str], x: torch.Tensor) -> dict[str, tuple[int, ...]]:
@@ -120,7 +144,7 @@ def trial(model: nn.Module, x: torch.Tensor, method: str = "forward", real: bool
                 raise
             weight = next(model.parameters(), x)
             with torch.random.fork_rng(devices=[]), torch.no_grad(), contextlib.suppress(Exception):
-                twin = copy.deepcopy(model)
+                twin = copy.deepcopy(model).requires_grad_(False)  # lest a graph of it all be kept
                 return getattr(twin, method if method != "forward" else "__call__")(
                     torch.zeros(x.shape, dtype=x.dtype, device=weight.device), **options
                 )

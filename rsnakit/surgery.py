@@ -14,7 +14,7 @@ from torch import nn
 
 from rsnakit import stems
 from rsnakit.anatomy import summarize
-from rsnakit.flow import entered_by, intermediate_shapes, is_channels_last, shapes_when_padded
+from rsnakit.flow import entered_by, intermediate_shapes, maps_into, shapes_when_padded, taken_too
 from rsnakit.hooks import InputPad, Pool, PoolBefore, hook_of, remove_hook
 from rsnakit.patching import original, patched, replace_method, restore
 from rsnakit.pyramid import measure, reductions, write_reductions
@@ -101,7 +101,8 @@ def insert_pool(
 
     Raises:
         ValueError: no such module (the nearest are named), it has weights that would be lost, has a pool already, is not
-            reached, gets tokens or vectors instead of maps, or the model does not run with the pool.
+            reached, gets tokens or vectors instead of maps, or maps smaller than the kernel, or the model does not run with
+            the pool, as where it stands in a residual branch; images 2 and 4 times as large are tried too, if it takes them.
     """
     kernels = _pair(kernel, "kernel", 1)
     _refuse_compiled(model, "insert_pool")
@@ -114,7 +115,14 @@ def insert_pool(
             f"insert_pool: {name!r} is a {type(module).__name__} with weights, which would be lost; leave replace=False"
         )
     x, _ = stems.look(model, input_size)
-    pool = Pool(kernels, is_channels_last(model, name, x))
+    tries = [x, *taken_too(model, x)]
+    channels_last, (height, width) = maps_into(model, name, tries)
+    if kernels[0] > height or kernels[1] > width:
+        raise ValueError(
+            f"insert_pool: a pool of {kernels} is larger than the maps before {name!r}, which have {height} rows and {width} "
+            f"columns for an image of {tuple(x.shape[2:])}; take a smaller kernel, or give the input_size of your images"
+        )
+    pool = Pool(kernels, channels_last)
     with _all_or_nothing(model, f"insert_pool({name!r}, {kernel})", [x]):
         if in_place:
             pool.training = module.training
@@ -123,6 +131,16 @@ def insert_pool(
             model.set_submodule(name, pool)
         else:
             module.register_forward_pre_hook(PoolBefore(pool), with_kwargs=True)
+        for y in tries:  # of maps pooled to one row a sum with others fits by chance: larger ones show it
+            try:
+                stems.trial(model, y)
+            except Exception as error:  # whatever a model may raise
+                raise ValueError(
+                    f"the model takes an image of {tuple(y.shape[2:])}, but not with the pool. Probably the pool stands inside "
+                    "a residual branch (or one of several branches), whose sum with the map beside it no longer fits: put it "
+                    "before a whole block or stage. Or what follows is made for maps of one size (windows, position biases). "
+                    f"{type(error).__name__}: {error}"
+                ) from error
     return model
 
 

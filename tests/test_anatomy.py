@@ -78,7 +78,18 @@ def test_the_table_is_that_of_a_real_run(name):
     columns = [column.value for column in torchinfo.ColumnSettings]
     real = torchinfo.summary(copy.deepcopy(model), size, depth=4, col_names=columns, verbose=0, row_settings=["depth"])
     found = anatomy.summarize(model, size, depth=4, col_names=columns, col_width=25, row_settings=["depth"])
-    assert str(found.table).split("Input size (MB)")[0] == str(real).split("Input size (MB)")[0]
+    assert str(found.table).split("Total mult-adds")[0] == str(real).split("Total mult-adds")[0]
+
+
+def test_the_total_of_multiply_adds_has_tokens_and_attention():
+    """test_vit: 6 blocks of width 64 and 192 in the MLP, on 100 patches of 16 x 16 pixels and a class token."""
+    tokens, width = 101, 64
+    block = tokens * width * (3 * width + width + 2 * 192) + 2 * tokens * tokens * width
+    expected = 6 * block + 100 * 3 * 16 * 16 * width + width * 1000
+    for batch in (1, 2):
+        found = anatomy.summarize(timm.create_model("test_vit"), (batch, 3, 160, 160))
+        assert found.table.total_mult_adds == batch * expected
+        assert f"Total mult-adds (M): {batch * expected / 1e6:.2f}" in str(found)
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "levit_128s"])
@@ -111,6 +122,11 @@ def test_depth_columns_and_width():
         anatomy.summarize(model, (3, 64, 64), col_names=["colour"])
     with pytest.raises(ValueError, match=r"no names; there are depth, var_names"):
         anatomy.summarize(model, (3, 64, 64), row_settings=["names"])
+    for wrong in (-1, "3", None, 1.5):
+        with pytest.raises(ValueError, match=f"depth is {wrong!r}; expected a whole number from 0"):
+            anatomy.summarize(model, (3, 64, 64), depth=wrong)
+    with pytest.raises(ValueError, match="col_width is 0; expected a whole number from 1"):
+        anatomy.summarize(model, (3, 64, 64), col_width=0)
 
 
 # The parts

@@ -274,6 +274,12 @@ def test_wrong_settings_are_named():
         cost.estimate(nn.ReLU(), (3, 8, 8), precision="half")
     with pytest.raises(ValueError, match="tpu"):
         cost.estimate(nn.ReLU(), (3, 8, 8), device="tpu")
+    for name, value in (
+        *(("memory_gb", value) for value in ("16", -1, float("nan"), float("inf"), True)),
+        *(("optimizer_bytes", value) for value in (-8, "8", None)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; expected a number from 0"):
+            cost.estimate(nn.Conv2d(3, 1, 1), (3, 8, 8), **{name: value})
 
 
 # No trace

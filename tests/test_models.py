@@ -13,7 +13,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from rsnakit import dryrun, runs, stems
+from rsnakit import dryrun, runs, stems, surgery
 from rsnakit.models import (
     ModelConfig,
     WeightsError,
@@ -49,8 +49,12 @@ def test_unknown_backbones_are_answered_with_near_ones():
 @pytest.mark.parametrize(
     ("backbone", "settings", "message"),
     [
-        ("vgg11", {"drop_path": 0.1}, r"'vgg11' cannot be built .* with drop_path=0\.1"),
-        ("inception_next_atto", {}, "'inception_next_atto' cannot be built .*pooling"),
+        ("vgg11", {"drop_path": 0.1}, r"'vgg11' cannot be built .* with drop_path=0\.1: .*; it is drop_path .*=0$"),
+        ("vgg11", {"drop_path": 0.1, "neck": "fpn"}, r"; it is drop_path that it cannot take: give drop_path=0$"),
+        ("inception_next_atto", {}, "'inception_next_atto' cannot be built .*pooling.*; neck=fpn may take it"),
+        ("inception_next_atto", {"drop_path": 0.1}, "'inception_next_atto' cannot be built .*; neck=fpn may take it"),
+        ("csatv2", {}, r"'csatv2' cannot be built with one input channel.*in_chans=1 may not work[^;]*$"),  # M02
+        ("csatv2", {"neck": "fpn"}, r"'csatv2' cannot be built with one input channel.*in_chans=1[^;]*$"),
         ("resnet18.no_such_tag", {}, "'resnet18.no_such_tag' cannot be built .*no_such_tag"),
     ],
 )
@@ -280,7 +284,8 @@ def test_what_the_backbone_cannot_do_is_said(settings):
 def test_wrapped_models_are_kept_as_plain_ones(tmp_path):
     # M03
     model = noisy(build(TINY, aux=("biopsy",)))
-    for number, wrapped in enumerate((torch.compile(model), nn.DataParallel(model), ModelEmaV3(model))):
+    wrappers = (torch.compile, nn.DataParallel, ModelEmaV3, torch.optim.swa_utils.AveragedModel)
+    for number, wrapped in enumerate(wrap(model) for wrap in wrappers):
         save_model(wrapped, tmp_path / str(number))
         again = load_model(tmp_path / str(number))
         assert all(torch.equal(v, model.state_dict()[k]) for k, v in again.state_dict().items())
@@ -294,6 +299,8 @@ def test_what_is_kept_can_be_told_from_what_is_not(tmp_path):
         save_model(nn.Linear(1, 1), tmp_path)
     with pytest.raises(ValueError, match=r"versions: written by save_model itself"):
         save_model(build(TINY), tmp_path, versions=1)
+    with pytest.raises(ValueError, match=r"model: written by save_model itself"):
+        save_model(build(TINY), tmp_path, model=3)
     with pytest.raises(WeightsError, match=r"no model.json and no best.safetensors here"):
         load_model(tmp_path)
     save_model(build(TINY), tmp_path)
@@ -302,6 +309,71 @@ def test_what_is_kept_can_be_told_from_what_is_not(tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(described))
     with pytest.raises(runs.RunError, match=r"its ModelConfig lacks \['neck'\]"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "has no settings under the name 'model'"),
+        ("[1]", "has no settings under the name 'model'"),
+        ('{"model": 3}', "has no settings under the name 'model'"),
+        ('{"model": {"backb', "cut short or damaged"),
+        ("", "cut short or damaged"),
+    ],
+)
+def test_a_model_json_of_something_else_is_named(tmp_path, text, message):
+    save_model(build(TINY), tmp_path)
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(runs.RunError, match=rf"model\.json: {message}"):
+        load_model(tmp_path)
+
+
+def test_a_kept_setting_that_is_refused_names_its_folder(tmp_path):
+    save_model(build(TINY), tmp_path)
+    path = tmp_path / "model.json"
+    path.write_text(path.read_text().replace(TINY, "gone_from_timm"))
+    with pytest.raises(runs.RunError, match=rf"{tmp_path.name}: backbone: timm .* has no model 'gone_from_timm'"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tame",
+    [
+        lambda model: surgery.set_stem(model.backbone, stride=1),
+        lambda model: surgery.set_stem(model, stride=(4, 2)),
+        lambda model: surgery.set_stem(model.backbone, padding=3),
+        lambda model: surgery.insert_pool(model.backbone, "blocks.1", (2, 1)),
+        lambda model: surgery.insert_pool(model, "backbone.blocks.1.0.bn2.act", (2, 2), replace=True),
+        lambda model: surgery.pad_input(model.backbone, (1, 1, 0, 0)),
+    ],
+)
+def test_what_is_tamed_by_hand_is_not_lost_without_a_word(tmp_path, tame):
+    model = build(TINY)
+    tame(model)
+    with pytest.warns(UserWarning, match=r"were changed after build_model; load_model will rebuild it without that"):
+        save_model(copy.deepcopy(model), tmp_path)
+
+
+def test_what_the_settings_tamed_is_kept_without_a_warning(tamed, tmp_path, recwarn):
+    for number, model in enumerate((tamed, copy.deepcopy(tamed), nn.DataParallel(tamed), ModelEmaV3(tamed))):
+        save_model(model, tmp_path / str(number))
+    nested = build(TINY, stem_stride=(1,))
+    nested.backbone = torch.compile(nested.backbone)
+    save_model(nested, tmp_path / "nested")
+    again = load_model(tmp_path / "nested")
+    save_model(again, tmp_path / "again")
+    assert again.backbone.conv_stem.stride == (1, 1)
+    assert [str(w.message) for w in recwarn if "build_model" in str(w.message)] == []
+
+
+def test_drop_weights_without_weights_is_said(caplog, tmp_path):
+    save_weights(build(TINY), tmp_path / "source.safetensors")
+    build(TINY, drop_weights=("head.",))
+    assert "drop_weights=('head.',) is of no effect: weights='none' loads nothing" in caplog.text
+    caplog.clear()
+    save_model(build(TINY, tmp_path / "source.safetensors", drop_weights=("head.",)), tmp_path)
+    load_model(tmp_path)  # its own weights come, whatever training began from
+    assert caplog.text == ""
 
 
 # --- trained ------------------------------------------------------------------------------------------------------------

@@ -144,11 +144,10 @@ class Bare(nn.Module):
 def test_what_gives_no_maps_is_refused():
     with pytest.raises(ValueError, match=r"this version of timm cannot take the maps of Bare's stages"):
         Pyramid(Bare())
-    with (
-        pytest.warns(UserWarning),
-        pytest.raises(ValueError, match=r"neck: the maps of CSATv2's stages cannot be taken .*use neck='none'"),
-    ):
-        build_model(ModelConfig(backbone="csatv2", weights="none", neck="fpn"))
+    with pytest.warns(UserWarning):
+        rgb_only = timm.create_model("csatv2", in_chans=1, num_classes=0, global_pool="")
+    with pytest.raises(ValueError, match=r"neck: the maps of CSATv2's stages cannot be taken .*use neck='none'"):
+        Pyramid(rgb_only)
     with pytest.raises(ValueError, match=r"Bare gives features \(1, 2, 3, 3\), expected 4 channels"):
         as_maps(torch.zeros(1, 2, 3, 3), Bare())
     with pytest.raises(ValueError, match=r"Bare gives a list of features, expected maps"):

@@ -106,6 +106,51 @@ def test_a_model_that_computes_with_values_is_run_on_a_copy():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+class LooksFirst(nn.Module):
+    """Asks for the image's values, so that it runs on a copy with weights that can be trained."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        if x.mean() > 9:
+            x = x / 255
+        return self.body(x)
+
+
+class Learns(nn.Module):
+    """What stands between its convolutions has a gradient of many kinds, and comes from the image nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.stem, self.later = nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.last, self.beside, self.pos_embed = (
+            nn.Conv2d(8, 4, 1),
+            nn.Conv2d(4, 4, 1),
+            nn.Parameter(torch.ones(4, 1, 1)),
+        )
+        self.register_buffer("bias", torch.ones(4, 1, 1, requires_grad=True))
+        self.scale = torch.ones((), requires_grad=True)  # no parameter
+        self.attention = nn.MultiheadAttention(3, 1, batch_first=True)
+        self.hidden = [nn.Conv2d(4, 4, 1)]  # which nobody knows
+
+    def forward(self, x):
+        tokens = self.attention(*[x.flatten(2).mT] * 3)[0].mT.unflatten(2, x.shape[2:])  # gives several results
+        maps = self.stem(self.norm(x))
+        maps = self.hidden[0](self.later(input=self.scale * (maps + self.pos_embed) + self.bias))
+        maps = torch.cat([maps, self.beside(self.pos_embed.expand_as(maps)) + tokens.mean()], 1)
+        return self.last(maps)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_that_a_weight_has_a_gradient_does_not_make_a_first_convolution(frozen):
+    model = LooksFirst(timm.create_model("resnet18", num_classes=0)).eval().requires_grad_(not frozen)
+    assert list(stems.first_convolutions(model)) == ["body.conv1"]
+    assert all(weight.requires_grad is not frozen for weight in model.parameters())
+    assert list(stems.first_convolutions(LooksFirst(Learns()).requires_grad_(not frozen))) == ["body.stem"]
+
+
 def test_a_model_that_does_not_run_is_asked_for_its_first_conv():
     model = ByValue(size=7)
     assert list(stems.first_convolutions(model)) == ["stem"]

@@ -12,6 +12,7 @@ from timm.utils import reparameterize_model
 from torch import nn
 
 from rsnakit import families, stems, surgery
+from rsnakit.models import ModelConfig, build_model
 
 
 def make(name: str, **options) -> nn.Module:
@@ -115,6 +116,60 @@ def test_branches_stay_aligned_and_fuse_to_the_same(block):
     assert fused(x).shape[2:] == x.shape[2:]
     with torch.no_grad():
         assert torch.allclose(fused(x)[..., ::2, ::2], surgery.set_stem(model, 2, 1)(x), atol=1e-5)
+
+
+class LooksFirst(nn.Module):
+    """Asks for the image's values, so that no dry run works."""
+
+    def __init__(self, body: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.body, self.norm = body, norm
+
+    def forward(self, x):
+        x = self.norm(x)
+        if x.mean() > 9:
+            x = x / 255
+        return self.body(x)
+
+
+def test_in_a_model_that_cannot_be_run_dry_the_stem_alone_is_changed():
+    model, x = LooksFirst(make("resnet18", num_classes=0), nn.Identity()).eval(), torch.randn(1, 3, 40, 32)
+    body = copy.deepcopy(model.body)
+    surgery.set_stem(model, stride=1)
+    with torch.no_grad():
+        stem = F.conv2d(x, body.conv1.weight, stride=1, padding=3)
+        expected = body.layer1(body.maxpool(body.act1(body.bn1(stem))))
+        expected = body.layer4(body.layer3(body.layer2(expected))).mean((2, 3))
+        assert torch.allclose(model(x), expected, atol=1e-5)
+
+
+def test_a_model_that_cannot_be_run_dry_is_padded_before_a_norm_with_weights():
+    model, x = LooksFirst(make("test_resnet"), nn.BatchNorm2d(3)).eval(), torch.randn(1, 3, 40, 32)
+    with torch.no_grad():
+        expected = model(F.pad(x, (1, 2, 3, 4)))
+        assert torch.equal(surgery.pad_input(model, (1, 2, 3, 4))(x), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pooling": "attention", "neck": "fpn_scse"}])
+def test_a_whole_model_of_the_kit_takes_another_stem(settings):
+    model = build_model(ModelConfig(backbone="test_efficientnet", weights="none", **settings)).eval()
+
+    def strides():
+        return {
+            name: (module.stride, module.padding)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Conv2d)
+        }
+
+    before, x = strides(), torch.rand(2, 1, 64, 32)
+    stem = model.backbone.conv_stem
+    surgery.set_stem(model, 1)
+    with torch.no_grad(), surgery.capture(model, "backbone.conv_stem") as seen:
+        logits = model(x)
+    assert {name for name, value in strides().items() if value != before[name]} == {"backbone.conv_stem"}
+    by_hand = F.conv2d((x - model.mean) / model.std, stem.weight, stem.bias, stride=1, padding=1)
+    assert torch.allclose(seen["backbone.conv_stem"], by_hand, atol=1e-5)
+    assert logits["cancer"].shape == (2,) and logits["cancer"].isfinite().all()
 
 
 def test_branches_of_odd_and_even_kernels_are_added_up():
@@ -320,11 +375,29 @@ def test_of_several_tensors_the_first_is_pooled_by_name_too():
         ("test_convnext", "", {}, "no module '' inside of it"),
         ("test_convnext", "stages.1", {"replace": True}, "ConvNeXtStage with weights, which would be lost"),
         ("test_convnext", "head.fc", {}, "no height and width"),
-        ("test_convnext", "stages.3", {"kernel": 99}, "the model is as it was"),
+        ("test_convnext", "stages.3", {"kernel": 99}, "larger than the maps .*which have 10 rows and 10 columns"),
+        # 5 rows make one, which fits any number of rows; 10 make more.
+        (
+            "test_convnext",
+            "stages.3.blocks.0.drop_path",
+            {"kernel": (4, 1)},
+            "320, 320.*inside a residual branch.*as it was",
+        ),
+        ("test_convnext", "stages.3.blocks.0.mlp", {"kernel": (1, 3)}, "320, 320.*inside a residual branch.*as it was"),
         ("test_convnext", "stages.3", {"kernel": "4x1"}, "kernel is '4x1'"),
         ("test_vit", "blocks.1", {}, "gets tokens of shape"),
-        ("swin_tiny_patch4_window7_224", "layers.1", {}, "the model is as it was"),  # windows of one size
-        ("test_resnet", "layer1.0.drop_block", {}, "the model is as it was"),  # a shortcut does not get smaller
+        (
+            "swin_tiny_patch4_window7_224",
+            "layers.1",
+            {},
+            "224, 224.*one size .windows.*the model is as it was",
+        ),  # windows of one size
+        (
+            "test_resnet",
+            "layer1.0.drop_block",
+            {},
+            "160, 160.*inside a residual branch.*as it was",
+        ),  # a shortcut does not get smaller
     ],
 )
 def test_a_pool_that_cannot_be_is_refused_and_nothing_has_changed(name, where, options, says):

