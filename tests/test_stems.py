@@ -148,7 +148,7 @@ def test_that_a_weight_has_a_gradient_does_not_make_a_first_convolution(frozen):
     model = LooksFirst(timm.create_model("resnet18", num_classes=0)).eval().requires_grad_(not frozen)
     assert list(stems.first_convolutions(model)) == ["body.conv1"]
     assert all(weight.requires_grad is not frozen for weight in model.parameters())
-    assert list(stems.first_convolutions(LooksFirst(Learns()).requires_grad_(not frozen))) == ["body.stem"]
+    assert list(stems.first_convolutions(LooksFirst(Learns()).requires_grad_(not frozen), (32, 32))) == ["body.stem"]
 
 
 def test_a_model_that_does_not_run_is_asked_for_its_first_conv():
