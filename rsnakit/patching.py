@@ -46,8 +46,8 @@ def replace_method(obj: Any, name: str, func: Callable) -> Any:
     """
     target = inner_module(obj)
     _check(target, name, func)
-    _tell_if_compiled(target, name, "replaced")
-    _put(target, name, func)
+    tell_if_compiled(target, name, "replaced")
+    put(target, name, func)
     return obj
 
 
@@ -83,8 +83,8 @@ def restore(obj: Any, name: str) -> Any:
         ValueError: the method was never replaced, or was set by other means since.
     """
     target = inner_module(obj)
-    _take(target, name)
-    _tell_if_compiled(target, name, "restored")
+    take(target, name)
+    tell_if_compiled(target, name, "restored")
     return obj
 
 
@@ -104,24 +104,24 @@ def patched(obj: Any, name: str, func: Callable) -> Iterator[Any]:
     """
     target = inner_module(obj)
     _check(target, name, func)
-    _tell_if_compiled(target, name, "replaced")
+    tell_if_compiled(target, name, "replaced")
     try:
         with swapped(target, name, func):
             yield obj
     finally:
-        _tell_if_compiled(target, name, "restored")
+        tell_if_compiled(target, name, "restored")
 
 
 @contextlib.contextmanager
 def swapped(target: Any, name: str, func: Callable) -> Iterator[None]:
     """`patched` without its checks and warnings."""
     before = len(_levels(target, name))
-    _put(target, name, func)
+    put(target, name, func)
     try:
         yield
     finally:
         while len(_levels(target, name)) > before:
-            _take(target, name)
+            take(target, name)
 
 
 def check_method(target: Any, name: str) -> None:
@@ -152,7 +152,8 @@ class _Level(NamedTuple):
     before: Callable | None  # what stood there before; None: nothing, the class's method was in force
 
 
-def _put(target: Any, name: str, func: Callable) -> None:
+def put(target: Any, name: str, func: Callable) -> None:
+    """`replace_method` without its checks and warning."""
     own = vars(target)
     levels = own.setdefault(_RECORD, {}).setdefault(name, [])
     # A partial and no types.MethodType: pickle stores that as getattr(obj, func.__name__), which fails, or, where func is
@@ -165,7 +166,8 @@ def _put(target: Any, name: str, func: Callable) -> None:
     own[name] = installed
 
 
-def _take(target: Any, name: str) -> None:
+def take(target: Any, name: str) -> None:
+    """`restore` without its warning."""
     own = vars(target)
     levels = _levels(target, name)
     if not levels:
@@ -254,7 +256,8 @@ def _why_not(target: Any, name: str) -> str | None:
     return f"has no method {name}"
 
 
-def _tell_if_compiled(target: Any, name: str, done: str) -> None:
+def tell_if_compiled(target: Any, name: str, done: str) -> None:
+    """Warns where a module is, or is in, one that was compiled. It looks through all objects alive: once for many changes."""
     holder = compiled_holder(target)
     if holder is not None:
         warnings.warn(

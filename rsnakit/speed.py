@@ -53,8 +53,10 @@ def checkpoint_blocks(model: nn.Module, enable: bool = True) -> nn.Module:
                 raise ValueError(
                     f"{type(block).__name__}.forward was replaced again after checkpoint_blocks; restore that first"
                 )
+        if changed:
+            patching.tell_if_compiled(patching.inner_module(model), "forward", "restored")
         for block in changed:
-            patching.restore(block, "forward")
+            patching.take(block, "forward")
         return model
     if changed:
         return model
@@ -64,11 +66,13 @@ def checkpoint_blocks(model: nn.Module, enable: bool = True) -> nn.Module:
     for module in model.modules():
         if getattr(module, "grad_checkpointing", False) is True:
             module.grad_checkpointing = False
+    if blocks:
+        patching.tell_if_compiled(patching.inner_module(model), "forward", "replaced")
     for block in blocks.values():
         long = (
             _is_chain(block) and len(_runs(block)) > 1 and not _ours(block)
         )  # the last: not replaced by others before
-        patching.replace_method(block, "forward", _forward_in_runs if long else _forward_twice)
+        patching.put(block, "forward", _forward_in_runs if long else _forward_twice)
     return model
 
 

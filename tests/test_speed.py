@@ -545,3 +545,14 @@ def test_the_kits_own_model():
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append(gradients | {name: value.clone() for name, value in model.state_dict().items()})
     assert_same(*results)
+
+
+def test_many_blocks_are_looked_after_once(monkeypatch):
+    """Whether a model was compiled is asked of all objects alive, which takes a tenth of a second and more."""
+    asked = []
+    monkeypatch.setattr(speed.patching, "compiled_holder", asked.append)
+    model = make("test_resnet")
+    speed.checkpoint_blocks(model)
+    assert len([m for m in model.modules() if any(speed._ours(m))]) > 1 and asked == [model]
+    speed.checkpoint_blocks(model, False)
+    assert asked == [model, model]
