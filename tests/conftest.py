@@ -1,6 +1,7 @@
 """What several test files share: a small synthetic competition and its store, made once a session."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: the machines have few cores, and are shared
 
@@ -31,3 +32,11 @@ def store(competition, tmp_path_factory):
 @pytest.fixture(scope="session")
 def table(competition):
     return tables.load_table(competition, "train")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_code_is_forgotten():
+    """Once something was compiled, each swapped method is looked for among all objects alive: in one file is enough."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
