@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import flop_counter
 from torchinfo import ColumnSettings, RowSettings
 
-from rsnakit.patching import inner_module
+from rsnakit.patching import inner_module, plain_name
 
 Size = Sequence[int] | Sequence[Sequence[int]]
 
@@ -186,11 +186,6 @@ def refusal(model: nn.Module, input_size: Size, error: BaseException) -> ValueEr
     if settings.get("architecture"):
         name += f" ({settings['architecture']})"
     return ValueError(f"{name} fails on an input of {input_size}. {reason}.")
-
-
-def plain_name(name: str) -> str:
-    """A module's name without what torch.compile puts into it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _sizes(input_size: Size) -> list[Sequence[int]]:

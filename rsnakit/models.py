@@ -16,6 +16,7 @@ from rsnakit.fields import check_all
 from rsnakit.files import write_json
 from rsnakit.necks import FPN, Pyramid, as_maps, feature_channels
 from rsnakit.params import setting
+from rsnakit.patching import plain_name
 from rsnakit.pooling import GeM, full_precision, make_pool
 from rsnakit.targets import AUXILIARY
 from rsnakit.views import ViewPool
@@ -279,7 +280,7 @@ def _taming(model: nn.Module) -> list[tuple]:
     """What surgery can change of a model and its state_dict does not show: strides, paddings, and the kit's pads and pools."""
     found = []
     for name, module in model.named_modules():
-        name = name.replace("_orig_mod.", "")
+        name = plain_name(name)
         if isinstance(module, nn.Conv2d):
             found.append((name, module.stride, None if stems.pads_itself(module) else stems.padding_of(module)))
         elif isinstance(module, hooks.Pool):

@@ -139,6 +139,11 @@ def inner_module(obj: Any) -> Any:
     return obj
 
 
+def plain_name(name: str) -> str:
+    """A module's name without what torch.compile puts into it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def method_names(obj: Any) -> list[str]:
     """Names of the methods of an object that can be replaced, those of its own class first."""
     names = dict.fromkeys(name for kind in type(obj).__mro__ for name in vars(kind))

@@ -12,6 +12,7 @@ from torch import nn
 
 from rsnakit import dryrun, stems
 from rsnakit.hooks import InputPad, hook_of
+from rsnakit.patching import inner_module
 
 
 def reductions(model: nn.Module, input_size: Sequence[int] | None = None) -> list[tuple[int, int]]:
@@ -23,7 +24,7 @@ def reductions(model: nn.Module, input_size: Sequence[int] | None = None) -> lis
     Raises:
         ValueError: the model has no `feature_info`, or a level is no map with a height and a width.
     """
-    model = stems.plain(model)
+    model = inner_module(model)
     x, _ = stems.look(model, input_size)
     measured = _measure(model, x)
     if not measured:

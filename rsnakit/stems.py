@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from rsnakit import dryrun
 from rsnakit.hooks import InputPad, StemPad, hook_of, remove_hook
+from rsnakit.patching import inner_module
 
 Pads = tuple[tuple[int, int], tuple[int, int]]  # (above, below), (left, right)
 
@@ -30,7 +31,7 @@ def first_convolutions(model: nn.Module, input_size: Sequence[int] | None = None
     Returns:
         Empty where no 2-D convolution sees the image: naflexvit and gemma4_vit cut patches and use a linear layer.
     """
-    model = plain(model)
+    model = inner_module(model)
     try:
         _, names = look(model, input_size)
     except ValueError:
@@ -162,11 +163,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def plain(model: nn.Module) -> nn.Module:
-    """The model inside of what `torch.compile` returns; other models as they are."""
-    return getattr(model, "_orig_mod", model)
 
 
 def extent(convolution: nn.Conv2d) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rsnakit.patching import check_method, inner_module, method_names, original, swapped
+from rsnakit.patching import check_method, inner_module, method_names, original, plain_name, swapped
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def _tapped(tap: _Tap, recorder: _Recorder) -> Iterator[None]:
 @contextlib.contextmanager
 def _unfused(modules: dict[str, nn.Module], tap: _Tap) -> Iterator[None]:
     """Fused attention off in all modules that a name lies in."""
-    parts = _plain(tap.name).split(".")
+    parts = plain_name(tap.name).split(".")
     around = [modules[name] for name in (".".join(parts[:end]) for end in range(len(parts))) if name in modules]
     fused = [module for module in around if getattr(module, "fused_attn", False) is True]
     for module in fused:
@@ -150,14 +150,9 @@ def _unfused(modules: dict[str, nn.Module], tap: _Tap) -> Iterator[None]:
             module.fused_attn = True
 
 
-def _plain(name: str) -> str:
-    """A module's name without what torch.compile puts into it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """All modules by plain name, those that stand under two names too."""
-    return {_plain(name): inner_module(module) for name, module in model.named_modules(remove_duplicate=False)}
+    return {plain_name(name): inner_module(module) for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def _find(model: nn.Module, modules: dict[str, nn.Module], name: str) -> _Tap:
@@ -166,7 +161,7 @@ def _find(model: nn.Module, modules: dict[str, nn.Module], name: str) -> _Tap:
             "names are text, as model.named_modules() has them, such as 'layer1' or ['layer1', 'forward_features']; got "
             f"{type(name).__name__}"
         )
-    plain = _plain(name)
+    plain = plain_name(name)
     if plain in modules:
         return _Tap(name, modules[plain], None)
     head, _, method = plain.rpartition(".")

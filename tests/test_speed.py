@@ -6,6 +6,7 @@ import warnings
 import pytest
 import timm
 import torch
+from kept import bytes_kept
 from timm.layers import EvoNorm2dB0
 from timm.models import FeatureListNet
 from timm.models.vgg import VGG
@@ -98,22 +99,6 @@ def assert_same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -
     assert list(ours) == list(plain)
     different = [name for name, value in plain.items() if not torch.equal(ours[name], value)]
     assert not different, f"{len(different)} of {len(plain)} differ, first {different[:3]}"
-
-
-def bytes_kept(model: nn.Module, batch: torch.Tensor) -> int:
-    """Bytes that autograd keeps for backward, parameters and buffers apart; a storage counts once."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(batch)
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -17,10 +17,11 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}  # read when torch is loaded; spins as in rsnakit
 
 REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY))
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 import table  # noqa: E402
 import timm  # noqa: E402
 import torch  # noqa: E402
+from kept import bytes_kept  # noqa: E402
 from torch import nn  # noqa: E402
 
 from rsnakit import speed  # noqa: E402
@@ -44,22 +45,6 @@ def seconds(model: nn.Module, images: torch.Tensor) -> float:
     begun = time.perf_counter()
     model(images).sum().backward()
     return time.perf_counter() - begun
-
-
-def bytes_kept(model: nn.Module, images: torch.Tensor) -> int:
-    """Of the storages that autograd keeps for backward, each counted once, without the model's own."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(images)
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 def steps_counted(model: nn.Module) -> int:
