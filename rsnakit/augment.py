@@ -1,4 +1,4 @@
-"""Augmentation pipelines by name, made of albumentations; on single images, (H, W) float32 in [0, 1]."""
+"""Augmentation pipelines by name, made of albumentations; on single images, (H, W) float32 in [0, 1] or uint8."""
 
 import os
 import random
@@ -11,37 +11,49 @@ import albumentations as A
 import cv2
 import numpy as np
 
-NAMES = ("none", "light", "heavy")
+NAMES = ("none", "light", "heavy", "first_place", "second_place")
 
 
 class Augment:
-    """A pipeline as a function of an image and a seed; the same seed gives the same picture, in any process."""
+    """A pipeline as a function of an image and a seed; the same seed gives the same picture, in any process.
 
-    def __init__(self, transforms: list[A.BasicTransform]) -> None:
-        self.pipeline = A.Compose(transforms)
+    Args:
+        transforms: one after another.
+        p: how often they come at all.
+        shape: (height, width) that they were made for; None: any.
+    """
+
+    def __init__(
+        self, transforms: list[A.BasicTransform], p: float = 1.0, shape: tuple[int, int] | None = None
+    ) -> None:
+        self.pipeline = A.Compose(transforms, p=p)
+        self.shape = shape
 
     def __call__(self, image: np.ndarray, seed: int) -> np.ndarray:
-        """Augments (H, W) float32 in [0, 1]; the result has the same shape, type and range.
+        """Augments (H, W) float32 in [0, 1] or uint8; the result has the same shape, type and range.
 
         Raises:
-            ValueError: another type or range. albumentations would take it and give rubbish without a word.
+            ValueError: another type, range or size. albumentations would take it and give rubbish without a word.
         """
-        if image.dtype != np.float32 or image.ndim != 2:
-            raise ValueError(f"augmentation takes (H, W) float32, not {image.shape} {image.dtype}")
-        low, high = float(image.min()), float(image.max())
-        if not (low >= 0 and high <= 1):
-            raise ValueError(f"augmentation takes values in [0, 1], found {low:g} to {high:g}")
+        if image.dtype not in (np.float32, np.uint8) or image.ndim != 2:
+            raise ValueError(f"augmentation takes (H, W) float32 in [0, 1] or uint8, not {image.shape} {image.dtype}")
+        if image.dtype == np.float32 and not ((low := image.min()) >= 0 and image.max() <= 1):
+            raise ValueError(f"augmentation takes float32 in [0, 1], found values of {low:g} to {image.max():g}")
+        if self.shape not in (None, image.shape):
+            raise ValueError(f"augmentation was built for images of {self.shape}, and got one of {image.shape}")
         # Not set_random_seed: it gives every transform the same numbers, and those with the same p then always come together.
         self.pipeline.set_random_state(np.random.default_rng(seed), random.Random(seed))
         # A channel is added, since some transforms read (H, W) and (H, W, 1) differently.
-        out = self.pipeline(image=image[..., None])["image"][..., 0]
-        return np.ascontiguousarray(np.clip(out, 0, 1), dtype=np.float32)
+        out = self.pipeline(image=image[..., None])["image"].reshape(image.shape)
+        # Always a copy: a pipeline that did nothing gives back the image itself.
+        return np.array(out, order="C") if image.dtype == np.uint8 else np.clip(out, 0, 1, dtype=np.float32, order="C")
 
 
 def build(name: str, height: int, width: int) -> Augment | None:
     """The pipeline of a name, for images of (height, width); None for `none`.
 
-    `light`: flips and a small shift, zoom and turn. `heavy`: larger ones, brightness and contrast, holes.
+    `light`: flips and a small shift, zoom and turn. `heavy`: larger ones, brightness and contrast, holes. `first_place`,
+    `second_place`: what is known of those in the competition.
 
     Raises:
         ValueError: no such name, or an argument that this release of albumentations does not know.
@@ -50,7 +62,10 @@ def build(name: str, height: int, width: int) -> Augment | None:
         raise ValueError(f"augmentation {name!r}: expected one of {', '.join(NAMES)}")
     if name == "none":
         return None
-    return Augment(checked(_light if name == "light" else _heavy, height, width))
+    make, p = {
+        "light": (_light, 1), "heavy": (_heavy, 1), "first_place": (_first_place, 0.9), "second_place": (_second_place, 1)
+    }[name]  # fmt: skip
+    return Augment(checked(make, height, width), p, (height, width))
 
 
 def checked(make: Callable[[int, int], list[A.BasicTransform]], height: int, width: int) -> list[A.BasicTransform]:
@@ -81,8 +96,74 @@ def _heavy(height: int, width: int) -> list[A.BasicTransform]:
     ]
 
 
-def _warp(shift: float, zoom: tuple[float, float], turn: float) -> A.BasicTransform:
+def _first_place(height: int, width: int) -> list[A.BasicTransform]:
+    """Known of the first place: the order, what excludes what, the crop's scale, ratio and p, that of the flips, turns of up
+    to 30 degrees, 1 to 6 holes with p 0.25, and p 0.9 for all of it. Not known, and so ours: every other number, and what
+    becomes of the crop, which here is stretched to the whole picture."""
+    holes = (max(1, height // 20), max(2, height // 7)), (max(1, width // 10), max(2, width // 4))
+    sigma = max(1.0, width / 48)  # of the blur that makes the elastic field smooth; its time grows with it
+    alpha = 6.1 * sigma * width / 100  # so that a pixel moves 1 % of the width, as a deviation
+    return [
+        A.RandomResizedCrop((height, width), scale=(0.5, 1.0), ratio=(0.5, 0.8), interpolation=cv2.INTER_LINEAR, p=0.4),
+        *_flips(),
+        A.Downscale((0.6, 0.95), {"downscale": cv2.INTER_AREA, "upscale": cv2.INTER_LINEAR}, p=0.2),
+        A.OneOf(
+            [
+                A.RandomToneCurve(scale=0.3, p=0.5),  # by way of 8 bits, also where the picture has more
+                A.RandomBrightnessContrast(brightness_limit=0.15, contrast_limit=0.3, p=0.5),
+            ],
+            p=0.5,
+        ),
+        A.OneOf(
+            [
+                _warp(shift=0.1, zoom=(0.85, 1.15), turn=30, p=0.6),  # within OneOf, p is a weight
+                A.ElasticTransform(alpha=alpha, sigma=sigma, noise_distribution="uniform", p=0.2),
+                A.GridDistortion(num_steps=5, distort_limit=0.3, p=0.2),
+            ],
+            p=0.5,
+        ),
+        A.CoarseDropout(num_holes_range=(1, 6), hole_height_range=holes[0], hole_width_range=holes[1], fill=0, p=0.25),
+    ]
+
+
+def _second_place(height: int, width: int) -> list[A.BasicTransform]:
+    """Known of the second place: a flip with p 0.75, turns of up to 45 degrees, scale by up to 0.15, RandAugment, erasing with
+    p 0.25. Not known, and so ours: that the flips are the four ways a picture can lie, each as often, that turn and scale
+    always come, what RandAugment drew from and how strongly, and how large an erased rectangle is, which is as in Random
+    Erasing (Zhong et al., 2020)."""
+    return [
+        *_flips(),  # each with p 0.5: no flip at all in a quarter of the pictures
+        _warp(shift=0, zoom=(0.85, 1.15), turn=45, p=1),
+        _rand_augment(),
+        A.Erasing(scale=(0.02, 0.33), ratio=(0.3, 3.3), fill=0, p=0.25),
+    ]
+
+
+def _rand_augment() -> A.BaseCompose:
+    """Two of the operations of RandAugment (Cubuk et al., 2020), in random order, at moderate strength; colour is left out,
+    which a grey picture hasn't, and `Equalize`, `AutoContrast` and `Posterize` work by way of 8 bits."""
+    return A.RandomOrder(
+        [
+            A.NoOp(p=1),
+            A.AutoContrast(method="pil", p=1),  # its default method is another equalisation
+            A.Equalize(p=1),
+            A.Posterize(num_bits=(4, 7), p=1),
+            A.Solarize(threshold_range=(0.8, 1.0), p=1),
+            A.ColorJitter(brightness=(0.7, 1.3), contrast=(1, 1), saturation=(1, 1), hue=(0, 0), p=1),
+            A.ColorJitter(brightness=(1, 1), contrast=(0.7, 1.3), saturation=(1, 1), hue=(0, 0), p=1),
+            A.Sharpen(alpha=(0.1, 0.5), p=1),
+            A.Affine(rotate=(-15, 15), p=1),
+            A.Affine(shear={"x": (-10, 10), "y": (0, 0)}, p=1),
+            A.Affine(shear={"x": (0, 0), "y": (-10, 10)}, p=1),
+            A.Affine(translate_percent={"x": (-0.1, 0.1), "y": (0, 0)}, p=1),
+            A.Affine(translate_percent={"x": (0, 0), "y": (-0.1, 0.1)}, p=1),
+        ],
+        n=2,
+    )
+
+
+def _warp(shift: float, zoom: tuple[float, float], turn: float, p: float = 0.9) -> A.BasicTransform:
     return A.Affine(
         translate_percent=(-shift, shift), scale=zoom, rotate=(-turn, turn), interpolation=cv2.INTER_LINEAR,
-        border_mode=cv2.BORDER_CONSTANT, fill=0, p=0.9,
+        border_mode=cv2.BORDER_CONSTANT, fill=0, p=p,
     )  # fmt: skip

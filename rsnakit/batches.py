@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from rsnakit import workers
-from rsnakit.data import one_thread
+from rsnakit.data import worker_init
 from rsnakit.prepare import status_of
 from rsnakit.store_formats import MAX_VALUE
 
@@ -41,7 +41,7 @@ def for_each_batch(
     while left:
         ahead = PREFETCH if n_jobs else None
         loader = DataLoader(
-            Subset(files, left), batch_size, num_workers=n_jobs, collate_fn=_collate, worker_init_fn=one_thread,
+            Subset(files, left), batch_size, num_workers=n_jobs, collate_fn=_collate, worker_init_fn=worker_init,
             prefetch_factor=ahead,
         )  # fmt: skip
         try:

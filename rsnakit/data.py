@@ -1,5 +1,6 @@
 """Datasets and their batches: what is trained on. Tables and folds are those of `tables`, the order is that of `samplers`."""
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from rsnakit.targets import target_values, view_ids
 
 __all__ = [
     "BalancedSampler", "MammogramDataset", "Side", "TableError", "check_folds", "collate", "count_folds", "debug_subset",
-    "fingerprint", "grouped", "load_table", "make_folds", "one_thread", "per_breast", "sample_seed", "side", "usable",
+    "fingerprint", "grouped", "load_table", "make_folds", "per_breast", "sample_seed", "side", "usable", "worker_init",
 ]  # fmt: skip
 
 UNITS = ("image", "breast")
@@ -172,11 +173,16 @@ def _one_a_group(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     return low.where(low == high).to_numpy(np.float32).T.copy()
 
 
-def one_thread(_: int) -> None:
-    """What a loader's worker begins with: OpenCV's threads and forked workers lock each other up, and the workers are the
-    parallelism."""
+def worker_init(_: int) -> None:
+    """What a loader's worker begins with.
+
+    One thread, since OpenCV's threads and forked workers lock each other up, and the workers are the parallelism. Ctrl-C,
+    which in a terminal reaches every process, is the parent's to answer: it may still want batches, to end cleanly. A
+    parent's handler of SIGTERM is not inherited: torch has put its own in place by now, at which a worker dies.
+    """
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def sample_seed(seed: int, epoch: int, position: int) -> int:

@@ -1,6 +1,13 @@
-"""The device to compute on and the precision to compute in, each with the reason for it. torch is imported when asked."""
+"""The device to compute on, the precision to compute in and whether to compile, each with the reason for it.
 
+torch is imported when asked.
+"""
+
+import importlib.util
+import os
 import re
+import shutil
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +82,31 @@ def choose_precision(device: Any, wanted: str = "auto") -> Choice:
     return Choice(able[0], f"{_device_name(torch, device)} has tensor cores for it; {scaling}")
 
 
+def choose_compile(device: Any, wanted: str = "off") -> Choice:
+    """Whether to compile the model: what was asked for, or `off` where it would not work.
+
+    Before it says yes, a function of one line is compiled and run there, which takes seconds; with "off" nothing is tried.
+
+    Args:
+        device: a device name or torch.device, as `choose_device` gives it.
+        wanted: off, default or max-autotune, the modes of `torch.compile`.
+
+    Raises:
+        ValueError: `wanted` is unknown.
+    """
+    import torch
+
+    if wanted not in ("off", "default", "max-autotune"):
+        raise ValueError(f"compile {wanted!r}: expected off, default or max-autotune")
+    if wanted == "off":
+        return Choice("off", "asked for")
+    device = torch.device(device)
+    problem = _tools_problem(torch, device) or _compile_problem(torch, device)
+    if problem:
+        return Choice("off", f"{wanted} was asked for, but {problem}")
+    return Choice(wanted, f"asked for, and {_device_name(torch, device)} runs what torch {torch.__version__} compiles")
+
+
 def _device_problem(torch: Any, device: str) -> str | None:
     """Why a device can't compute, or None if it can."""
     if device == "mps" and not torch.backends.mps.is_available():
@@ -107,6 +139,35 @@ def _precision_problems(torch: Any, device: Any) -> dict[str, str]:
     if capability < (8, 0) or not torch.cuda.is_bf16_supported(including_emulation=False):
         return {"bf16": f"{name} only emulates bf16, which came with 8.0"}
     return {}
+
+
+def _tools_problem(torch: Any, device: Any) -> str | None:
+    """What compiling needs on the device and is not there, or None."""
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (7, 0):
+            return f"{_device_name(torch, device)} is too old: Triton, which compiles for it, needs 7.0"
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed, which compiles for GPUs"
+    elif device.type == "cpu":
+        compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+        if shutil.which(compiler) is None:
+            return f"there is no C++ compiler {compiler}: install one, or name one with $CXX"
+    else:
+        return f"compiling has not been tried out on {device.type}"
+    return None
+
+
+def _compile_problem(torch: Any, device: Any) -> str | None:
+    """Why a function of one line does not compile and run on the device, or None if it does."""
+    try:
+        x = torch.arange(8.0, device=device)
+        if float(torch.compile(lambda x: x * 2 + 1)(x).sum()) != 64:
+            return f"{_device_name(torch, device)} gives a wrong result with it"
+    except Exception as error:  # whatever a compiler, a driver or a missing header raises
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        causes = [line for line in lines[1:] if "error: " in line]  # of a compiler's many lines the one that tells
+        return f"a first try failed ({'; '.join(lines[:1] + causes[:1])})"
+    return None
 
 
 def _device_name(torch: Any, device: Any) -> str:

@@ -5,58 +5,30 @@ The epoch itself, in mixed precision, is in `loop`.
 
 import contextlib
 import dataclasses
-import difflib
 import math
+import sys
 import time
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-import torch
-from timm.optim import create_optimizer_v2, list_optimizers
-from torch import nn
-from torch.utils.data import DataLoader, Sampler
 from torch.utils.tensorboard import SummaryWriter
 
-from rsnakit import anatomy, augment, checkpoint, data, dryrun, env, history, models, preprocess, runs
-from rsnakit.fields import check_all
-from rsnakit.files import Lock, replacing
-from rsnakit.loop import evaluate, train_one_epoch
-from rsnakit.losses import training_loss
-from rsnakit.params import setting
-from rsnakit.samplers import BalancedSampler
+from rsnakit import checkpoint, data, distributed, env, failures, models, preprocess, runs
+from rsnakit.files import Lock, read_json, write_json
+from rsnakit.loop import Stopped, evaluate, train_one_epoch
+from rsnakit.recipe import LoopConfig, TrainConfig
+from rsnakit.rounds import Rounds
+from rsnakit.stopping import Stop
 from rsnakit.store import Store
+from rsnakit.trainer import Trainer, check_size, unit_of
 
-__all__ = ["TrainConfig", "check_size", "evaluate", "fit", "fit_folds", "train_one_epoch", "unit_of"]
+__all__ = [
+    "LoopConfig", "TrainConfig", "check_size", "ensure_demo_run", "evaluate", "fit", "fit_folds", "main", "train_one_epoch",
+    "unit_of",
+]  # fmt: skip
 
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """How a fold is trained; every setting here decides the result."""
-
-    n_folds: int = setting(4, low=2, high=50)  # patients are split into so many
-    seed: int = setting(0, low=0, high=2**31 - 1)  # of folds, order, augmentation and the new layers' weights
-    epochs: int = setting(6, low=1, high=10_000)
-    batch_size: int = setting(16, low=2, high=4096)  # images; breasts where the model sees these
-    lr: float = setting(1e-3, low=0.0, high=10.0)  # peak learning rate, after warm-up
-    warmup: float = setting(0.1, low=0.0, high=0.9)  # share of all steps over which lr rises
-    optimizer: str = setting("adamw")  # any name of timm's create_optimizer_v2
-    weight_decay: float = setting(0.02, low=0.0, high=10.0)
-    clip_norm: float = setting(10.0, low=0.0)  # gradients are scaled down to this norm; 0: never
-    negatives_per_positive: float = setting(3.0, low=0.0)  # positives are repeated up to this; 0: as they are
-    min_positives: int = setting(1, low=0)  # in every batch, where positives are repeated
-    positive_target: float = setting(0.9, low=0.5, high=1.0)  # what the loss asks of a positive
-    positive_weight: float = setting(1.0, low=0.0)  # negatives that a positive counts for in the loss
-    aux_weight: float = setting(0.1, low=0.0, high=100.0)  # of the auxiliary heads' mean loss, beside the cancer loss
-    augment: str = setting("light", choices=augment.NAMES)
-    # Weights that are kept: those of the last epoch, or of the best by a score of the very fold, which flatters it.
-    select: str = setting("last", choices=("last", "pf1", "ap"))
-
-    def __post_init__(self) -> None:
-        check_all(self)
-        if self.optimizer not in list_optimizers():
-            near = ", ".join(difflib.get_close_matches(self.optimizer, list_optimizers(), 4, cutoff=0.3))
-            raise ValueError(f"optimizer: timm has no {self.optimizer!r}; near it: {near}")
+PLAIN = LoopConfig()
 
 
 def ensure_demo_run(work: Path, competition: Path, run: env.RunConfig) -> None:
@@ -76,7 +48,7 @@ def ensure_demo_run(work: Path, competition: Path, run: env.RunConfig) -> None:
     path = preprocess.store_path(work, competition, preprocess_config, run)
     store = preprocess.build_store(table, preprocess_config, path, run.n_jobs, run.store_format)
     settings = runs.settings_of(preprocess_config, model_config, config, data.fingerprint(table), True, True)
-    fit_folds(table, store, model_config, config, run, runs.open_run(work, "", settings))
+    fit_folds(table, store, model_config, config, run, runs.open_run(work, "", settings), LoopConfig(n_procs=1))
 
 
 def fit_folds(
@@ -86,24 +58,34 @@ def fit_folds(
     config: TrainConfig,
     run: env.RunConfig,
     out: Path,
+    loop: LoopConfig = PLAIN,
+    competition: Path | None = None,
 ) -> dict:
     """Trains the folds that `run.fold` names, one after another, and brings `summary.json` up to date after each.
+
+    Where several processes are to train, it starts them by torchrun and shows their progress; in each of them it is called
+    again.
 
     Args:
         table: as `data.load_table` gives it, all folds.
         store: that holds the images of the table.
         out: the run's folder, as `runs.open_run` gives it.
+        loop: processes, checkpoints and the like, which decide no result.
+        competition: the folder of the table, from which several processes read it again.
 
     Returns:
-        The summary over all folds there are (see `runs.write_summary`), one whose time was over among them; empty where
-        the time was over before the first epoch.
+        The summary over all folds there are (see `runs.write_summary`), one that was stopped among them; empty where no
+        epoch was finished yet.
 
     Raises:
         rsnakit.data.TableError: the folds are not sound, or `run.fold` is none of them.
         rsnakit.runs.RunError: the settings are not those that the run was opened with.
+        ValueError: settings that do not go together.
+        RuntimeError: one of several processes failed; the message has its error.
     """
+    fingerprint = data.fingerprint(table)
     runs.check_settings(
-        out, preprocess=store.manifest["preprocess"], model=model_config, train=config, data=data.fingerprint(table)
+        out, preprocess=store.manifest["preprocess"], model=model_config, train=config, data=fingerprint
     )
     folds = data.make_folds(table, config.n_folds, config.seed)
     wanted = range(config.n_folds) if run.fold == "all" else [int(run.fold)]
@@ -111,13 +93,27 @@ def fit_folds(
         raise data.TableError(
             f"fold {run.fold}: with n_folds={config.n_folds} there are folds 0 to {config.n_folds - 1}"
         )
-    deadline = time.monotonic() + run.max_hours * 3600 if run.max_hours else math.inf
-    for fold in wanted:
-        finished = fit(fold, table, folds, store, model_config, config, run, out, deadline)
-        summary = runs.write_summary(out) if runs.trained_folds(out) else {}
-        if not finished:
-            print(f"max_hours={run.max_hours:g} is used up; the same command goes on from here")
-            break
+    if distributed.world() == 1:
+        n_procs = (
+            loop.n_procs
+            if loop.n_procs < 0
+            else distributed.processes(loop.n_procs, env.choose_device(run.device).value)
+        )
+        if n_procs != 1:
+            _prepare(out, store, model_config, config, run, loop, competition, n_procs)
+            if n_procs < 0:
+                print(f"ready for several machines; on each: {distributed.command(out)}")
+            else:
+                distributed.launch(out, n_procs)
+            return runs.read_summary(out) or {}
+    deadline, summary = time.monotonic() + run.max_hours * 3600 if run.max_hours else math.inf, {}
+    with Stop() as stop:  # around the one in `fit`: a signal ends the process only once locks are given back
+        for fold in wanted:
+            finished = fit(fold, table, folds, store, model_config, config, run, out, deadline, loop)
+            if distributed.is_main() and runs.trained_folds(out):
+                summary = runs.write_summary(out)
+            if not finished or stop.asked():
+                break
     return summary
 
 
@@ -131,16 +127,18 @@ def fit(
     run: env.RunConfig,
     out: Path,
     deadline: float = math.inf,
+    loop: LoopConfig = PLAIN,
 ) -> bool:
     """Trains one fold, or goes on with it where `last.pt` is; a finished one is left as it is.
 
     After each epoch it writes the weights that are kept (`best.safetensors`, `model.json`), their out-of-fold scores
-    (`oof.csv`), `history.csv`, TensorBoard's events, and last of all `last.pt`. A run that was killed begins the epoch
-    again that it was in, with the same order and augmentation, and ends with the same weights.
+    (`oof.csv`), `history.csv`, TensorBoard's events, and last of all `last.pt`; within an epoch `last.pt` every
+    `loop.save_every` steps. A run that was killed goes on from the newest of these, with the same order, augmentation and
+    dropout, and ends with the same weights. Asked to stop, by SIGTERM, Ctrl-C or the clock, it saves where it is.
 
     Args:
         folds: fold numbers on the table's index.
-        deadline: in seconds of `time.monotonic`; no epoch is begun that would probably end after it.
+        deadline: in seconds of `time.monotonic`; the step during which it passes is the last one.
 
     Returns:
         Whether the fold is finished.
@@ -148,203 +146,144 @@ def fit(
     Raises:
         rsnakit.data.TableError: a patient is in two folds, or a side has no positive image or no negative one.
         rsnakit.files.LockedError: another process trains this fold.
+        rsnakit.runs.RunError: the checkpoint is of another run or fold, or a finished fold lacks a file.
         ValueError: the model cannot take images of the store's size, or an auxiliary target has no column.
+        RuntimeError: no checkpoint can be read, the disk is full, or memory does not do; what is safe is said.
     """
     data.check_folds(table, folds)
-    folder = out / f"fold{fold}"
-    unit = unit_of(model_config)
+    folder, unit = out / f"fold{fold}", unit_of(model_config)
     train = data.side(table[folds != fold], store, unit, f"training side of fold {fold}")
     valid = data.side(table[folds == fold], store, unit, f"fold {fold}")
     device = env.choose_device(run.device)
     precision = env.choose_precision(device.value, run.precision)
-    with Lock(folder, f"fold {fold} of run {out.name}"):
+    settings = runs.read_config(out)
+    with Lock(folder, f"fold {fold} of run {out.name}") if distributed.is_main() else contextlib.nullcontext():
         state = checkpoint.load(folder)
+        _check_state(state, folder, fold, settings)
         if state and state["epoch"] >= config.epochs:
-            missing = [name for name in ("best.safetensors", "model.json", "oof.csv") if not (folder / name).exists()]
-            if missing:
-                raise runs.RunError(
-                    f"{folder}: finished, but without {', '.join(missing)}. Delete it to train it anew."
-                )
-            print(
-                f"fold {fold}: finished at epoch {state['epoch']}. To begin anew, delete {folder} or give another run or seed"
-            )
+            _say_finished(folder, fold, state["epoch"])
             return True
-        trainer = _Trainer(train.images, store, model_config, config, run, device.value, precision.value, fold, state)
-        if state:
-            print(f"fold {fold}: going on after epoch {trainer.epoch} of {config.epochs}")
-        print(
-            f"fold {fold}: {len(train.items)} {unit}s to train on ({int(train.items['cancer'].sum())} positive), "
-            f"{len(valid.items)} to score; {len(train.bad)} and {len(valid.bad)} without pixels; "
-            f"{device.value}, {precision.value}"
+        trainer = Trainer(
+            train.images,
+            store,
+            model_config,
+            config,
+            loop,
+            device.value,
+            precision.value,
+            run.num_workers,
+            fold,
+            settings,
+            state,
         )
-        prior = float(pd.concat([train.items["cancer"], train.bad["cancer"]]).mean())
-        # Without gradients there is room for more; but a breast may come with eight images.
-        batch_size = config.batch_size * (2 if unit == "image" else 1)
-        valid_loader = trainer.loader(trainer.dataset(valid.images), batch_size)
-        longest = 0.0
-        # purge_step hides what a killed run wrote of the epoch that is now begun again.
-        with SummaryWriter(str(folder), purge_step=trainer.epoch + 1) as writer:
-            while trainer.epoch < config.epochs:
-                if time.monotonic() + longest > deadline:
-                    return False
-                begun = time.monotonic()
-                _run_epoch(trainer, train, valid, valid_loader, prior, folder, writer)
-                longest = max(longest, time.monotonic() - begun)
+        del state
+        _say_begun(trainer, train, valid, unit, device, precision)
+        with (
+            Stop(deadline) as stop,
+            # purge_step hides what a killed run wrote of the epoch that is now begun again.
+            SummaryWriter(str(folder), purge_step=trainer.epoch + 1)
+            if distributed.is_main()
+            else contextlib.nullcontext() as writer,
+            failures.explained(f"{folder / 'last.pt'}, from which the same command goes on"),
+        ):
+            rounds = Rounds(trainer, train, valid, folder, writer, stop)
+            try:
+                while trainer.epoch < config.epochs:
+                    rounds.run_epoch()
+            except Stopped as stopped:
+                print(f"fold {fold}: stopped by {stopped}, saved {_where(trainer)}; the same command goes on from here")
+                return False
     return True
 
 
-def unit_of(model_config: models.ModelConfig) -> str:
-    """What a model sees at a time, and has a row of scores for: `image` or `breast`."""
-    return "image" if model_config.views == "none" else "breast"
+def main(arguments: Sequence[str] | None = None) -> None:
+    """What torchrun runs in each process: the training that `launch.json` in a run's folder describes."""
+    (folder,) = map(Path, sys.argv[1:] if arguments is None else arguments)
+    distributed.end_with_parent()
+    plan = read_json(folder / "launch.json")
+    run, model_config, config, loop = (
+        runs.rebuild(kind, plan[name], folder / "launch.json")
+        for name, kind in (("run", env.RunConfig), ("model", models.ModelConfig), ("train", TrainConfig), ("loop", LoopConfig))
+    )  # fmt: skip
+    run = dataclasses.replace(run, device=distributed.join(run.device))
+    quiet = contextlib.nullcontext() if distributed.is_main() else contextlib.redirect_stdout(None)
+    with quiet:
+        table = data.load_table(Path(plan["competition"]), "train")
+        if run.debug:
+            table = data.debug_subset(table)
+        fit_folds(table, Store(plan["store"]), model_config, config, run, folder, loop)
+    distributed.leave()
 
 
-def check_size(model: nn.Module, shape: tuple[int, int]) -> None:
-    """Refuses (ValueError) a model that cannot take images of (height, width) pixels, before any image is loaded.
+def _prepare(out: Path, store: Store, model_config, config, run, loop, competition: Path | None, n_procs: int) -> None:
+    """Writes `launch.json`, from which each of several processes knows what to train."""
+    if competition is None:
+        raise ValueError(
+            f"n_procs={n_procs}: several processes read the table again; give fit_folds its competition folder"
+        )
+    if not config.accumulate:
+        raise ValueError(
+            f"accumulate=0 with n_procs={n_procs}: how many batches make a step has to be known before the run is named; "
+            "03_train asks distributed.batches_a_step"
+        )
+    distributed.batches_a_step(config.accumulate, max(1, n_procs))
+    parts = {"run": run, "model": model_config, "train": config, "loop": loop}
+    places = {"competition": str(Path(competition).resolve()), "store": str(Path(store.path).resolve())}
+    write_json(out / "launch.json", {**{name: vars(part) for name, part in parts.items()}, **places})
 
-    Args:
-        model: as `models.build_model` gives it, on the CPU.
-    """
-    with contextlib.suppress(Exception):  # a few models cannot be run without computing, and are tried in earnest
-        dryrun.run(model, torch.empty(2, 1, *shape, device="meta"), method="features")
+
+def _check_state(state: dict | None, folder: Path, fold: int, settings: dict) -> None:
+    """Refuses (RunError) a checkpoint that was written by another run or fold, or that not all processors see."""
+    if state is not None and "settings" not in state:
+        raise runs.RunError(
+            f"{folder / 'last.pt'}: written by another version of the kit. Delete {folder} to begin anew."
+        )
+    done = state and [state["processors"][0]["tally"][name] for name in ("taken", "skipped")]
+    seen = distributed.gather(state and (state["epoch"], state["updates"], done))
+    if any(other != seen[0] for other in seen):
+        raise runs.RunError(
+            f"{folder}: the processors see different checkpoints here; all machines have to share this folder"
+        )
+    if state is None:
         return
-    training = model.training
-    try:
-        with torch.no_grad():
-            model.eval().features(torch.zeros(1, 1, *shape))
-    except Exception as error:  # timm's models have no kind of error of their own
-        refusal = anatomy.refusal(model, (1, 1, *shape), error)
-        raise ValueError(f"{refusal} Give it another height and width, or take another backbone.") from error
-    finally:
-        model.train(training)
-
-
-class _Trainer:
-    """Everything of a fold's training that changes as it goes on, with its state in and out."""
-
-    def __init__(self, images, store, model_config, config, run, device, precision, fold, state) -> None:
-        torch.manual_seed(data.sample_seed(config.seed, fold, 0))
-        self.config, self.device, self.precision, self.fold = config, device, precision, fold
-        self.store, self.num_workers = store, run.num_workers
-        self.model_config = model_config
-        # A run that goes on has its own weights, and must not need the hub or file that it began from.
-        model = models.build_model(
-            dataclasses.replace(model_config, weights="none", drop_weights=()) if state else model_config
+    differences = runs.compare({**state["settings"], "fold": state["fold"]}, {**settings, "fold": fold})
+    differences.pop(runs.MAY_GROW, None)
+    if differences:
+        names = ", ".join(f"{name}: {before!r}, not {now!r}" for name, (before, now) in differences.items())
+        raise runs.RunError(
+            f"{folder / 'last.pt'}: a checkpoint of another run or fold ({names}). Delete {folder} to begin anew."
         )
-        model.config = model_config  # so that model.json says what training began from, after a break too
-        check_size(model, store.shape)
-        self.model = model.to(
-            device, memory_format=torch.channels_last
-        )  # twice as fast here on a CPU, and on tensor cores
-        dataset = self.dataset(images, augment.build(config.augment, *store.shape), model_config.aux, draw=True)
-        self.sampler = BalancedSampler(
-            dataset.labels, config.negatives_per_positive, config.batch_size, config.min_positives, config.seed
+
+
+def _say_finished(folder: Path, fold: int, epoch: int) -> None:
+    missing = [name for name in ("best.safetensors", "model.json", "oof.csv") if not (folder / name).exists()]
+    if missing:
+        raise runs.RunError(f"{folder}: finished, but without {', '.join(missing)}. Delete it to train it anew.")
+    print(f"fold {fold}: finished at epoch {epoch}. To begin anew, delete {folder} or give another run or seed")
+
+
+def _say_begun(trainer: Trainer, train: data.Side, valid: data.Side, unit: str, device, precision) -> None:
+    config, world = trainer.config, distributed.world()
+    if trainer.epoch or trainer.done:
+        print(f"fold {trainer.fold}: going on after {_where(trainer)}")
+    print(
+        f"fold {trainer.fold}: {len(train.items)} {unit}s to train on ({int(train.items['cancer'].sum())} positive), "
+        f"{len(valid.items)} to score; {len(train.bad)} and {len(valid.bad)} without pixels; "
+        f"{device.value}, {precision.value}"
+    )
+    accumulate = distributed.batches_a_step(config.accumulate, world)
+    if accumulate > 1:
+        print(
+            f"a step is {accumulate} batches of up to {config.batch_size} {unit}s, on {world} "
+            f"{'processor' if world == 1 else 'processors'}; {len(trainer.sampler.steps)} steps an epoch"
         )
-        self.train_loader = self.loader(dataset, config.batch_size, self.sampler)
-        self.optimizer = create_optimizer_v2(
-            self.model, opt=config.optimizer, lr=config.lr, weight_decay=config.weight_decay
-        )
-        steps = max(1, config.epochs * len(self.train_loader))
-        self.factor = partial(warmup_cosine, steps=steps, warmup=round(steps * config.warmup))
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.factor)
-        self.scaler = torch.amp.GradScaler(torch.device(device).type, enabled=precision == "fp16")
-        self.epoch, self.history, self.best = 0, [], -math.inf
-        if state:
-            self.load_state(state)
-
-    def dataset(self, images: pd.DataFrame, transform=None, aux=(), draw: bool = False) -> data.MammogramDataset:
-        """A table's images, or the breasts they show, as the model takes them."""
-        seed = data.sample_seed(self.config.seed, self.fold, 1)
-        return data.MammogramDataset(images, self.store, transform, unit_of(self.model_config), seed, aux, draw)
-
-    def loader(self, dataset: data.MammogramDataset, batch_size: int, sampler: Sampler | None = None) -> DataLoader:
-        """Batches of a data set: in its order, or in a sampler's."""
-        workers = self.num_workers
-        if workers < 0:  # on the CPU the model takes the cores that workers would need
-            workers = 0 if self.device == "cpu" else min(8, env.cores())
-        count = len(sampler) if sampler is not None else len(dataset)
-        return DataLoader(
-            dataset, batch_size, sampler=sampler, num_workers=workers, pin_memory=self.device.startswith("cuda"),
-            drop_last=sampler is not None and count > 1 and count % batch_size == 1,  # one image has no batch statistics
-            collate_fn=data.collate, worker_init_fn=data.one_thread, persistent_workers=workers > 0,
-            generator=torch.Generator(),  # its own: what it draws for workers must not shift what dropout draws
-        )  # fmt: skip
-
-    def state(self) -> dict:
-        parts = ("model", "optimizer", "scheduler", "scaler")
-        return {
-            **{name: getattr(self, name).state_dict() for name in parts},
-            "epoch": self.epoch, "history": self.history, "best": self.best,
-        }  # fmt: skip
-
-    def load_state(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
-            group["lr"] = base * self.factor(self.scheduler.last_epoch)  # with more epochs than before it is another
-        if state["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
-        self.epoch, self.history, self.best = state["epoch"], state["history"], state["best"]
 
 
-def warmup_cosine(step: int, steps: int, warmup: int, floor: float = 0.01) -> float:
-    """A factor on the learning rate: rises over the first `warmup` of the steps, then falls to `floor` along a cosine."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
+def _where(trainer: Trainer) -> str:
+    """How far training came: after so many epochs, and steps of the next."""
+    steps = f" and {trainer.done} of {len(trainer.sampler.steps)} steps of the next" if trainer.done else ""
+    return f"epoch {trainer.epoch} of {trainer.config.epochs}{steps}"
 
 
-def _run_epoch(
-    trainer: _Trainer, train: data.Side, valid: data.Side, valid_loader, prior: float, folder, writer
-) -> None:
-    """One epoch with everything that is written after it."""
-    config, begun = trainer.config, time.monotonic()
-    trainer.sampler.set_epoch(trainer.epoch)
-    # Dropout draws from here; seeded by the epoch, it is the same after a resume.
-    torch.manual_seed(data.sample_seed(config.seed, trainer.fold, 2 + trainer.epoch))
-    title = f"fold {trainer.fold}, epoch {trainer.epoch + 1} of {config.epochs}"
-    trained = train_one_epoch(
-        trainer.model, trainer.train_loader, trainer.optimizer, trainer.scheduler, trainer.scaler,
-        partial(
-            training_loss, positive_target=config.positive_target, positive_weight=config.positive_weight,
-            aux_weight=config.aux_weight,
-        ),
-        config.clip_norm, trainer.device, trainer.precision, title,
-    )  # fmt: skip
-    # Of cancer alone, as it is: what the curves show shall not depend on how training is bent.
-    scored = evaluate(trainer.model, valid_loader, training_loss, trainer.device, trainer.precision, f"{title}, scores")
-    trainer.epoch += 1
-    oof = history.oof_rows(valid.items, valid.bad, scored.items, scored.scores, trainer.fold, prior)
-    row = {
-        "epoch": trainer.epoch,
-        "lr": trainer.optimizer.param_groups[0]["lr"],
-        "train_loss": trained.loss,
-        **history.side_scores("train", history.train_rows(train.items, trained.items, trained.scores)),
-        "train_resampled": trainer.sampler.balanced,  # then its scores are of another share of positives
-        "valid_loss": scored.loss,
-        **history.side_scores("valid", oof),
-        "grad_norm": trained.grad_norm,
-        "skipped_steps": trained.skipped,
-        "seconds": round(time.monotonic() - begun, 2),
-    }
-    trainer.history.append(row)
-    print(history.line(row, config.epochs))
-    score = {"last": trainer.epoch, "pf1": row["valid_f1"], "ap": row["valid_ap"]}[config.select]
-    if score > trainer.best:
-        trainer.best = score
-        _keep(trainer, oof, prior, folder)
-    with replacing(folder / "history.csv") as temporary:
-        pd.DataFrame(trainer.history).to_csv(temporary, index=False)
-    history.log(writer, row)
-    checkpoint.save(folder, trainer.state())
-
-
-def _keep(trainer: _Trainer, oof: pd.DataFrame, prior: float, folder: Path) -> None:
-    """Writes the weights of now with their scores and all that inference needs to use them."""
-    with replacing(folder / "oof.csv") as temporary:
-        oof.to_csv(temporary, index=False)
-    models.save_model(
-        trainer.model, folder, preprocess=trainer.store.manifest["preprocess"], prior=prior, epoch=trainer.epoch,
-        select=trainer.config.select, oof_rows=len(oof),
-    )  # fmt: skip
+if __name__ == "__main__":
+    main()

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rsnakit
-from rsnakit.device import Choice, choose_device, choose_precision
+from rsnakit.device import Choice, choose_compile, choose_device, choose_precision
 from rsnakit.fields import check_all
 from rsnakit.params import setting
 
 __all__ = [
-    "Choice", "Data", "Place", "RunConfig", "check_disk", "choose_device", "choose_precision", "cores", "describe",
-    "find_data", "submission_folder", "where", "work_folder",
+    "Choice", "Data", "Place", "RunConfig", "check_disk", "choose_compile", "choose_device", "choose_precision", "cores",
+    "describe", "find_data", "submission_folder", "where", "work_folder",
 ]  # fmt: skip
 
 SLUG = "rsna-breast-cancer-detection"

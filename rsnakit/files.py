@@ -5,9 +5,11 @@ second writer of a folder and takes over from one that has died. What a killed w
 """
 
 import contextlib
+import errno
 import glob
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HEARTBEAT_S = 20.0  # a living writer touches its lock this often
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota that is used up, a limit on a file's size
 STALE_S = 120.0  # a lock of another machine that was not touched for so long belongs to a session that is gone
 
 
@@ -28,6 +31,9 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
     Where the block raises, the old file stays as it was and the temporary one is removed; so is one that an earlier
     writer of `path` left when it was killed.
+
+    Raises:
+        OSError: of a full disk, with the file's name and the room there is.
     """
     path = Path(path)
     _remove_leftovers(path)
@@ -37,6 +43,14 @@ def replacing(path: Path | str) -> Iterator[Path]:
         with open(temporary, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            error.errno, f"{path} cannot be written: {os.strerror(error.errno)}. {free_mb(path.parent)} MB are free; what was "
+            "there before is as it was."
+        ) from error  # fmt: skip
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -64,6 +78,11 @@ def read_json(path: Path | str) -> dict:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: cut short or damaged, it cannot be read as JSON ({error})") from error
+
+
+def free_mb(folder: Path) -> str:
+    """The room on a folder's disk, in megabytes, for a message."""
+    return f"{shutil.disk_usage(folder).free / 1e6:,.1f}"
 
 
 class Lock:

@@ -1,11 +1,14 @@
 """What an epoch leaves to be read: rows of scores, its row of `history.csv`, its line on the screen, its events."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pandas as pd
 from torch.utils.tensorboard import SummaryWriter
 
 from rsnakit import metrics
 from rsnakit.runs import OOF_COLUMNS
+from rsnakit.tally import Scored
 
 
 def oof_rows(
@@ -24,8 +27,9 @@ def oof_rows(
 
 
 def train_rows(table: pd.DataFrame, items: np.ndarray, scores: np.ndarray) -> pd.DataFrame:
-    """Training scores, an image or breast once: one that was drawn several times counts with its mean."""
-    mean = pd.Series(scores.astype(np.float64)).groupby(items).mean()
+    """Training scores, an image or breast once: one that was drawn several times counts with its mean. A score that half
+    precision made NaN, in a step that was left out, does not count."""
+    mean = pd.Series(scores.astype(np.float64)).groupby(items).mean().dropna()
     return table.iloc[mean.index].assign(score=mean.to_numpy())[
         ["patient_id", "laterality", "image_id", "cancer", "score"]
     ]
@@ -40,20 +44,50 @@ def side_scores(side: str, rows: pd.DataFrame) -> dict[str, float]:
     return {f"{side}_{name}": float(value) for name, value in found.items()}
 
 
+def row(
+    epoch: int,
+    lr: float,
+    trained: Scored,
+    train_items: pd.DataFrame,
+    scored: Mapping[str, Scored],
+    oof: Mapping[str, pd.DataFrame],
+) -> dict[str, float]:
+    """A row of `history.csv`, in the order of its columns.
+
+    Args:
+        epoch: counted from 1.
+        lr: after the epoch's last step; with layer decay the head's.
+        trained: what training gave, and `train_items`, the rows that its items number.
+        scored: by side, `valid` and where weights are averaged `ema_valid`, what evaluation gave; `oof`: its rows.
+    """
+    found = {"epoch": epoch, "lr": lr, "train_loss": trained.loss}
+    found |= side_scores("train", train_rows(train_items, trained.items, trained.scores))
+    for side, one in scored.items():
+        found |= {f"{side}_loss": one.loss, **side_scores(side, oof[side])}
+    return {**found, "grad_norm": trained.grad_norm, "skipped_steps": trained.skipped}
+
+
 def line(row: dict, epochs: int) -> str:
     """A row of the history as it is printed after its epoch; `best cut` is the pF1 at the threshold that is best there."""
-    mark = " (resampled)" if row["train_resampled"] else ""
-    return (
-        f"epoch {row['epoch']}/{epochs}, {row['seconds']:.0f} s, lr {row['lr']:.0e} | "
-        f"train{mark} loss {row['train_loss']:.3f} pF1 {row['train_pf1']:.3f} AUC {row['train_auc']:.3f} | "
-        f"valid loss {row['valid_loss']:.3f} pF1 {row['valid_pf1']:.3f} (best cut {row['valid_f1']:.3f}) "
-        f"AUC {row['valid_auc']:.3f}"
-    )
+    marks = [word for word, name in (("resampled", "train_resampled"), ("mixed", "train_mixed")) if row[name]]
+    mark = f" ({', '.join(marks)})" if marks else ""
+    skipped = f", {row['skipped_steps']} steps skipped" if row["skipped_steps"] else ""
+    parts = [
+        f"epoch {row['epoch']}/{epochs}, {row['seconds']:.0f} s, lr {row['lr']:.0e}, norm {row['grad_norm']:.2g}{skipped}",
+        f"train{mark} loss {row['train_loss']:.3f} pF1 {row['train_pf1']:.3f} AUC {row['train_auc']:.3f}",
+    ]
+    for side, name in (("valid", "valid"), ("ema_valid", "average")):
+        if f"{side}_loss" in row:
+            loss, pf1, f1, auc = (row[f"{side}_{score}"] for score in ("loss", "pf1", "f1", "auc"))
+            parts.append(f"{name} loss {loss:.3f} pF1 {pf1:.3f} (best cut {f1:.3f}) AUC {auc:.3f}")
+    return " | ".join(parts)
 
 
 def log(writer: SummaryWriter, row: dict) -> None:
-    """Writes a row of the history as TensorBoard's events: curves named `train/loss`, `valid/auc` and so on."""
+    """Writes a row of the history as TensorBoard's events: curves named `train/loss`, `valid/auc`, `ema_valid/auc` and so
+    on."""
     for name, value in row.items():
-        if name not in ("epoch", "train_resampled"):
-            writer.add_scalar(name.replace("_", "/", 1), value, row["epoch"])
+        if name not in ("epoch", "train_resampled", "train_mixed"):
+            side = next((side for side in ("train", "valid", "ema_valid") if name.startswith(f"{side}_")), None)
+            writer.add_scalar(f"{side}/{name[len(side) + 1 :]}" if side else name, value, row["epoch"])
     writer.flush()

@@ -1,57 +1,50 @@
 """The loop itself: an epoch of training and a pass of evaluation, in mixed precision.
 
-In the order that matters: forward under autocast, the loss in float32, scaled before backward (fp16 only), gradients
-unscaled before they are clipped, the schedule moved only when the optimiser moved.
+In the order that matters: forward under autocast, the loss in float32, scaled before backward (fp16 only), gradients of
+all batches of a step added up, unscaled before they are clipped, schedule and average moved only when the optimiser moved.
 """
 
 import contextlib
-import dataclasses
+import itertools
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
 from torch import nn
-from tqdm.auto import tqdm
+
+from rsnakit import distributed, mixing, progress
+from rsnakit.losses import Loss
+from rsnakit.tally import Scored, Tally
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-READ_EVERY_S = 1.0  # the loss is read from the device so often, since every reading makes the device wait
 VIEWS = ("view_mask", "view_id")  # in batches of breasts alone
+MAX_SKIPS = 30  # steps in a row: by then the scale has fallen from 65,536 to 2 ** -14, and it is not the scale
 Tensors = Mapping[str, torch.Tensor]
-Loss = Callable[[Tensors, Tensors], torch.Tensor]  # logits and labels by name (see `losses`) to the batch's mean, ()
 
 
-def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
-    """The context in which forward runs in `fp32`, `bf16` or `fp16`."""
-    # Without gradients nothing is cached: torch up to 2.10 at least would hand weights that were cast so to a training step
-    # in the same outer context, which then has no gradients.
-    cached = torch.is_grad_enabled()
-    return torch.autocast(torch.device(device).type, DTYPES[precision], precision != "fp32", cache_enabled=cached)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """What a pass over images or breasts gave: `items` (N,) their numbers, `scores` (N,) in [0, 1], `loss`, and for training
-    `grad_norm`, the mean norm before clipping, and `skipped`, steps that fp16 overflow made void."""
-
-    items: np.ndarray
-    scores: np.ndarray
-    loss: float
-    grad_norm: float = math.nan
-    skipped: int = 0
+class Stopped(Exception):
+    """Training was asked to end, and its state is saved."""
 
 
 def train_one_epoch(
     model: nn.Module,
     loader: Iterable[dict[str, torch.Tensor]],
     optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    scheduler: Scheduler,
     scaler: torch.amp.GradScaler,
     loss_of: Loss,
+    *,
+    steps: Sequence[Sequence[int]] | None = None,
     clip_norm: float = 10.0,
     device: str = "cpu",
     precision: str = "fp32",
+    ema: ModelEmaV3 | None = None,
+    mix: mixing.Mix | None = None,
+    updates: int = 0,
+    tally: Tally | None = None,
+    after_step: Callable[[], None] | None = None,
     description: str = "train",
 ) -> Scored:
     """Trains a model for one pass over a loader.
@@ -61,64 +54,66 @@ def train_one_epoch(
             breasts (B, V, 1, H, W), with `view_mask` and `view_id` (B, V) by name.
         loader: batches with `image`, `cancer` (B,), `item` (B,), a label (B,) for each auxiliary head under its name, and of
             breasts `view_mask` and `view_id`, as `data.collate` makes them.
-        scheduler: stepped once for each step that the optimiser took.
+        scheduler: one of timm's, told the number of steps taken after each.
         scaler: enabled where precision is fp16, and only there.
         loss_of: of the model's logits and the batch's labels, both by name, such as `losses.training_loss`.
+        steps: for each optimiser step the sizes of its batches over all processors, as `BalancedSampler.steps` has them; this
+            processor's loader gives its share of them. None: every batch is a step. A step's gradient is that of the mean
+            over all its images, however many it has.
         clip_norm: gradients are scaled down to this norm; 0: never.
         device, precision: as `env.choose_device` and `env.choose_precision` give them.
+        ema: moved after each step that was taken.
+        mix: mixes images before they are seen, and the loss with them.
+        updates: steps taken before this epoch.
+        tally: with what an epoch that goes on had so far.
+        after_step: called after each step; may raise `Stopped`.
 
     Returns:
         Scores are those that the weights gave as they changed, on augmented images in the loader's order.
 
     Raises:
-        FloatingPointError: the loss is NaN or infinite where no scaler is there to skip the step.
+        FloatingPointError: the loss is NaN or infinite where no scaler is there to skip the step, or a scaler skipped
+            `MAX_SKIPS` steps in a row.
+        ValueError: the loader gave nothing.
     """
     model.train()
-    losses, logits_seen, items = [], [], []
-    norm_sum, taken, skipped = 0.0, 0, 0
-    last_read = 0.0
-    with _bar(loader, description) as progress:
-        for batch in loader:
-            outputs, labels = _forward(model, batch, device, precision)
-            loss = loss_of(outputs, labels)
-
+    tally = Tally() if tally is None else tally
+    with progress.bar(_length(loader), description) as bar, _watched(optimizer) as moved:
+        for batches, count, items in optimizer_steps(loader, steps):
             optimizer.zero_grad(set_to_none=True)
-            scaler.scale(loss).backward()
+            for number, batch in enumerate(batches, start=1):
+                # Gradients add up in place; processors exchange them once a step, in the backward pass of its last batch.
+                with contextlib.nullcontext() if number == count else distributed.no_sync(model):
+                    outputs, loss = _loss(model, batch, loss_of, device, precision, mix)
+                    # Batches of a step may differ in size, and processors' gradients are averaged: both are made up for.
+                    share = len(batch["item"]) * distributed.world() / items
+                    scaler.scale(loss * share).backward()
+                # Kept on the device; reading it now would make the loop wait for every step.
+                tally.add(loss, outputs["cancer"], batch)
+                bar.update()
+
             scaler.unscale_(optimizer)  # before clipping: a norm of scaled gradients would mean nothing
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
-            scale = scaler.get_scale()
-            scaler.step(optimizer)
+            taken = moved(lambda: scaler.step(optimizer))  # with fp16 not where gradients overflowed
             scaler.update()
-            if scaler.is_enabled() and scaler.get_scale() < scale:  # gradients overflowed: the step was not taken
-                skipped += 1
-            else:
-                scheduler.step()
-                norm_sum, taken = norm_sum + norm.detach(), taken + 1
-
-            # Kept on the device; reading them each step would make it wait for every one.
-            losses.append(loss.detach())
-            logits_seen.append(outputs["cancer"].detach())
-            items.append(batch["item"])
-            if time.monotonic() - last_read > READ_EVERY_S:
-                last_read = time.monotonic()
-                shown = {
-                    "loss": f"{_mean_loss(losses, scaler.is_enabled()):.4f}",
-                    "lr": f"{optimizer.param_groups[0]['lr']:.1e}",
-                }
-                progress.set_postfix(shown, refresh=False)
-            progress.update()
-    if not losses:
+            tally.add_step(norm, taken)
+            if taken:
+                scheduler.step_update(updates + tally.taken)
+                if ema is not None:
+                    ema.update(model, step=updates + tally.taken)
+            elif tally.in_a_row >= MAX_SKIPS:
+                raise FloatingPointError(
+                    f"fp16 overflowed in {tally.in_a_row} steps in a row: take precision fp32 or bf16, or lower lr"
+                )
+            if bar.due:
+                tally.read(scaler.is_enabled())
+                bar.show(**tally.live(), lr=_rate(optimizer))
+            if after_step is not None:
+                after_step()
+    scored = tally.scored(scaler.is_enabled())
+    if not len(scored.items):
         raise ValueError("nothing to train on: the loader gave no batch")
-    if not taken:
-        raise FloatingPointError(f"fp16 overflowed in all {skipped} steps of the epoch: take precision fp32 or bf16")
-    scores = torch.cat(logits_seen).float().sigmoid().cpu().numpy()
-    return Scored(
-        torch.cat(items).numpy(),
-        scores,
-        _mean_loss(losses, scaler.is_enabled()),
-        float(norm_sum) / max(1, taken),
-        skipped,
-    )
+    return scored
 
 
 @torch.no_grad()
@@ -129,46 +124,96 @@ def evaluate(
     device: str = "cpu",
     precision: str = "fp32",
     description: str = "evaluate",
+    after_batch: Callable[[], None] | None = None,
 ) -> Scored:
-    """Scores every image or breast of a loader once; the arguments are those of `train_one_epoch`."""
+    """Scores every image or breast of a loader once; the arguments are those of `train_one_epoch`, which see.
+
+    Args:
+        loader: on several processors, this one's share.
+
+    Returns:
+        Of all processors; on several of them sorted by item.
+
+    Raises:
+        FloatingPointError: the loss is NaN or infinite.
+    """
     model.eval()
-    losses, logits_seen, items = [], [], []
-    with _bar(loader, description) as progress:
+    tally = Tally()
+    with progress.bar(_length(loader), description) as bar:
         for batch in loader:
-            outputs, labels = _forward(model, batch, device, precision)
-            losses.append(loss_of(outputs, labels) * len(batch["item"]))
-            logits_seen.append(outputs["cancer"].float())
-            items.append(batch["item"])
-            progress.update()
-    logits = torch.cat(logits_seen)
-    loss = float(torch.stack(losses).sum()) / len(logits)
-    return Scored(torch.cat(items).numpy(), logits.sigmoid().cpu().numpy(), loss)
+            outputs, loss = _loss(model, batch, loss_of, device, precision)
+            tally.add(loss, outputs["cancer"], batch)
+            bar.update()
+            if after_batch is not None:
+                after_batch()
+    scored = tally.scored()
+    if distributed.world() == 1:
+        return scored
+    order = scored.items.argsort(kind="stable")
+    return Scored(scored.items[order], scored.scores[order], scored.loss)
 
 
-def _forward(model: nn.Module, batch: Tensors, device: str, precision: str) -> tuple[Tensors, Tensors]:
-    """The model's logits for a batch, and the labels that the batch has for them, on the device."""
+def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
+    """The context in which forward runs in `fp32`, `bf16` or `fp16`."""
+    # Without gradients nothing is cached: torch up to 2.10 at least would hand weights that were cast so to a training step
+    # in the same outer context, which then has no gradients.
+    cached = torch.is_grad_enabled()
+    return torch.autocast(torch.device(device).type, DTYPES[precision], precision != "fp32", cache_enabled=cached)
+
+
+def optimizer_steps(loader: Iterable, steps: Sequence[Sequence[int]] | None) -> Iterator[tuple[Iterator, int, int]]:
+    """A loader's batches in optimiser steps: for each its batches on this processor, how many these are, and how many images
+    or breasts it has over all processors."""
+    world = distributed.world()
+    if steps is None:
+        for batch in loader:
+            yield iter([batch]), 1, len(batch["item"]) * world
+        return
+    batches = iter(loader)
+    for sizes in steps:
+        count = len(sizes) // world
+        yield itertools.islice(batches, count), count, sum(sizes)
+
+
+def _loss(
+    model: nn.Module, batch: Tensors, loss_of: Loss, device: str, precision: str, mix: mixing.Mix | None = None
+) -> tuple[Tensors, torch.Tensor]:
+    """The model's logits for a batch, and their loss in float32."""
     images = batch["image"].to(device, non_blocking=True)
+    lam = mix(images) if mix is not None else 1.0
     # These stay where the loader put them: the model picks the views that are there, and on a device that would make it wait.
     views = {name: batch[name] for name in VIEWS if name in batch}
     with autocast(device, precision):
         outputs = model(images, **views)
-    return outputs, {name: batch[name].to(device, non_blocking=True) for name in outputs if name in batch}
+    labels = {name: batch[name].to(device, non_blocking=True) for name in outputs if name in batch}
+    loss = loss_of(outputs, labels)
+    if lam < 1:
+        loss = lam * loss + (1 - lam) * loss_of(outputs, mixing.partners(labels))
+    return outputs, loss
 
 
-def _bar(loader: Iterable, description: str) -> tqdm:
-    """A progress bar beside the loop, not around the loader: tqdm begins an iteration of its own, and a loader draws from
-    torch's generator each time it begins one."""
-    total = len(loader) if hasattr(loader, "__len__") else None
-    return tqdm(total=total, desc=description, unit="batch", leave=False, mininterval=1)
+@contextlib.contextmanager
+def _watched(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Callable], bool]]:
+    """A way to run the scaler's step and know whether the optimiser took it: the scaler reads its overflow flag from the device
+    and keeps it to itself, and asking it for the scale would be a second reading."""
+    taken = []
+    hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
+
+    def run(step: Callable) -> bool:
+        taken.clear()
+        step()
+        return bool(taken)
+
+    try:
+        yield run
+    finally:
+        hook.remove()
 
 
-def _mean_loss(losses: list[torch.Tensor], skips: bool) -> float:
-    """Mean over the steps so far; those whose loss is not finite are left out where a scaler `skips` such steps."""
-    values = torch.stack(losses)
-    finite = torch.isfinite(values)
-    if not skips and not finite.all():
-        raise FloatingPointError(
-            f"the loss is {float(values[~finite][0])} at step {int((~finite).nonzero()[0])} of this epoch. Lower lr, lengthen "
-            "warmup, or take precision fp32; the checkpoint of the epoch before is sound."
-        )
-    return float(values[finite].mean())
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate; with layer decay the head's, which is the highest."""
+    return max(group["lr"] for group in optimizer.param_groups)
+
+
+def _length(loader: Iterable) -> int | None:
+    return len(loader) if hasattr(loader, "__len__") else None

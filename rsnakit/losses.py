@@ -1,16 +1,26 @@
-"""Losses on logits, always in float32: half precision rounds the small probabilities that this task is about to zero."""
+"""Losses on logits, always in float32: half precision rounds the small probabilities that this task is about to zero.
 
-from collections.abc import Mapping
+No loss waits for a device: nothing is read from it, and no row is picked by a mask.
+"""
+
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 
+NAMES = ("bce", "focal", "pf1")
+Tensors = Mapping[str, torch.Tensor]
+Loss = Callable[[Tensors, Tensors], torch.Tensor]  # logits and labels by name to the batch's mean, ()
+
 
 def training_loss(
-    outputs: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
+    outputs: Tensors,
+    targets: Tensors,
+    *,
+    loss: str = "bce",
     positive_target: float = 1.0,
     positive_weight: float = 1.0,
+    focal_gamma: float = 2.0,
     aux_weight: float = 0.0,
 ) -> torch.Tensor:
     """What training minimises: the cancer loss, and a share of the mean over the auxiliary heads' losses.
@@ -18,17 +28,29 @@ def training_loss(
     Args:
         outputs: logits by name, as a model gives them: `cancer` (B,), and auxiliary heads (B,) or (B, K).
         targets: (B,) each, by the same names; auxiliary ones are class numbers, NaN where missing.
-        positive_target, positive_weight: of `cancer_loss`.
+        loss: of the cancer logit: `bce` is `cancer_loss`, `focal` is `focal_loss`, `pf1` is `pf1_loss`.
+        positive_target, positive_weight, focal_gamma: of these; pf1 has no use for the first.
         aux_weight: of the auxiliary mean; 0 leaves it out, and then its targets need not be there.
 
     Returns:
         () float32.
+
+    Raises:
+        ValueError: no such loss, or logits and labels of `cancer` differ in shape.
     """
-    loss = cancer_loss(outputs["cancer"], targets["cancer"], positive_target, positive_weight)
+    logits, labels = outputs["cancer"], targets["cancer"]
+    if loss == "bce":
+        total = cancer_loss(logits, labels, positive_target, positive_weight)
+    elif loss == "focal":
+        total = focal_loss(logits, labels, positive_target, positive_weight, focal_gamma)
+    elif loss == "pf1":
+        total = pf1_loss(logits, labels, positive_weight)
+    else:
+        raise ValueError(f"loss {loss!r}: expected one of {', '.join(NAMES)}")
     names = [name for name in outputs if name != "cancer"]
     if not names or not aux_weight:
-        return loss
-    return loss + aux_weight * torch.stack([auxiliary_loss(outputs[name], targets[name]) for name in names]).mean()
+        return total
+    return total + aux_weight * torch.stack([auxiliary_loss(outputs[name], targets[name]) for name in names]).mean()
 
 
 def cancer_loss(
@@ -45,9 +67,57 @@ def cancer_loss(
     Returns:
         () float32.
     """
-    labels = labels.float()
-    weight = torch.where(labels > 0.5, positive_weight, 1.0)
-    return F.binary_cross_entropy_with_logits(logits.float(), labels * positive_target, weight=weight)
+    logits, labels, weight = _prepared(logits, labels, positive_weight)
+    return F.binary_cross_entropy_with_logits(logits, labels * positive_target, weight=weight)
+
+
+def focal_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    positive_target: float = 1.0,
+    positive_weight: float = 1.0,
+    gamma: float = 2.0,
+) -> torch.Tensor:
+    """Cross-entropy in which what is right already counts little, (1 - p)^gamma log p, mean over the batch (Lin et al., 2017).
+
+    A soft target t is what the loss would be on average if the label were 1 with probability t: t times the loss of a
+    positive and 1 - t times that of a negative. So it goes with mixing as cross-entropy does; but its least lies nearer to
+    one half than t, with gamma 2 at 0.69 for t = 0.9.
+
+    Args:
+        logits, labels, positive_target, positive_weight: as of `cancer_loss`.
+        gamma: 0 is cross-entropy.
+
+    Returns:
+        () float32; finite, as its gradient, for logits of any size.
+    """
+    logits, labels, weight = _prepared(logits, labels, positive_weight)
+    targets = labels * positive_target
+    # softplus(-z) is -log p and softplus(z) is -log(1 - p); powers are taken of them, since 1 - p itself would round to 0.
+    right, wrong = F.softplus(-logits), F.softplus(logits)
+    as_positive, as_negative = right * torch.exp(-gamma * wrong), wrong * torch.exp(-gamma * right)
+    return (weight * (targets * as_positive + (1 - targets) * as_negative)).mean()
+
+
+def pf1_loss(logits: torch.Tensor, labels: torch.Tensor, positive_weight: float = 1.0) -> torch.Tensor:
+    """1 - pF1 of the batch, the competition's metric on probabilities as they are: 1 - 2 sum(p y) / (sum y + sum p).
+
+    It is of the batch as a whole and not a mean over it: each batch wants positives, some negatives, and size. A batch
+    without positives, or without any probability on one, has pF1 0, so a loss of 1; without positives no gradient, too.
+    There is no soft target: pF1 grows with a positive's score up to 1.
+
+    Args:
+        logits, labels: as of `cancer_loss`.
+        positive_weight: how many negatives a positive counts for, in each of the sums.
+
+    Returns:
+        () float32 in [0, 1].
+    """
+    logits, labels, weight = _prepared(logits, labels, positive_weight)
+    p = torch.sigmoid(logits)
+    mass = (weight * (labels + p)).sum()
+    # Where there is a positive its weight is in the mass; where there is none the numerator is 0, whatever it is divided by.
+    return 1 - 2 * (weight * labels * p).sum() / mass.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def auxiliary_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -70,3 +140,15 @@ def auxiliary_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     else:
         losses = F.cross_entropy(torch.where(known[:, None], logits.float(), 0.0), labels.long(), reduction="none")
     return torch.where(known, losses, 0.0).sum() / known.sum().clamp(min=1)
+
+
+def _prepared(
+    logits: torch.Tensor, labels: torch.Tensor, positive_weight: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits and labels in float32 and each row's weight, all (B,). Shapes that would broadcast are refused (ValueError)."""
+    if logits.shape != labels.shape:
+        raise ValueError(
+            f"logits of size {tuple(logits.shape)} and labels of size {tuple(labels.shape)}: expected the same"
+        )
+    labels = labels.float()
+    return logits.float(), labels, torch.where(labels > 0.5, positive_weight, 1.0)

@@ -5,10 +5,14 @@ import difflib
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import timm
 import torch
+from timm.models import group_parameters
+from timm.optim import auto_group_layers
 from torch import nn
 
 from rsnakit import hooks, runs, speed, stems, surgery
@@ -194,6 +198,23 @@ class CancerNet(nn.Module):
             features = self.dropout(features.to(self.head.weight.dtype))
             logits = {"cancer": self.head(features), **{name: head(features) for name, head in self.aux_heads.items()}}
         return {name: x.float().squeeze(1) if x.shape[1] == 1 else x.float() for name, x in logits.items()}
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], float]:
+        """timm's way to ask a model in which layer a parameter is, for `layer_decay`: the backbone's layers are those that
+        timm gives it, and neck, pooling and heads count with the classifier, the last."""
+        behind = "~"  # a name that no layer has, and so goes where the classifier would
+        if hasattr(self.backbone, "group_matcher"):
+            named = SimpleNamespace(named_parameters=lambda: [*self.backbone.named_parameters(), (behind, None)])
+            layers = group_parameters(named, self.backbone.group_matcher(coarse=coarse), reverse=True)
+        else:
+            layers = auto_group_layers(self.backbone)
+        last = layers.get(behind, max(layers.values()) + 1)
+        layers = {f"backbone.{name}": layer for name, layer in layers.items()}
+        return lambda name: layers.get(name, last)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that timm's optimisers leave undecayed: position embeddings and the like."""
+        return {f"backbone.{name}" for name in getattr(self.backbone, "no_weight_decay", set)()}
 
     def _view_features(self, x: torch.Tensor, view_mask: torch.Tensor | None) -> torch.Tensor:
         """Features (B, V, C) of breasts (B, V, 1, H, W): zeros where a view is padding."""

@@ -26,7 +26,8 @@ CONFIGS = (
     "preprocess:PreprocessConfig",
     "preprocess:BuildConfig",
     "models:ModelConfig",
-    "engine:TrainConfig",
+    "recipe:TrainConfig",
+    "recipe:LoopConfig",
     "infer:InferConfig",
 )
 

@@ -11,27 +11,23 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from rsnakit import look
-from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, TRAIN, VALIDATION, WIDTH, number, percent
+from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, WIDTH, percent
+from rsnakit.metrics import BREAST
 from rsnakit.plots_data import birads_leak, counts, header_overview, positive_rate
+from rsnakit.plots_train import precision_recall, score_histogram, training_curves
+from rsnakit.store import Store
 
 __all__ = [
     "CANCER", "LABEL_COLORS", "NO_CANCER", "before_after", "birads_leak", "counts", "differences", "header_overview",
-    "montage", "positive_rate", "score_histogram", "training_curves",
+    "montage", "positive_rate", "precision_recall", "score_histogram", "training_curves", "worst_mistakes",
 ]  # fmt: skip
 
-CURVES = {  # limits, then column, colour and line of each curve
-    "loss": ((0, None), (("train_loss", TRAIN, "o-"), ("valid_loss", VALIDATION, "o-"))),
-    "pF1": ((0, 1), (("train_f1", TRAIN, "o--"), ("train_pf1", TRAIN, "o-"),
-                     ("valid_f1", VALIDATION, "o--"), ("valid_pf1", VALIDATION, "o-"))),
-    "AUC": ((None, 1), (("train_auc", TRAIN, "o-"), ("valid_auc", VALIDATION, "o-"))),
-    "learning rate": ((0, None), (("lr", NEUTRAL, "o-"),)),
-}  # fmt: skip
 LINES = (("black", "-"), (NEUTRAL, "--"), ("black", ":"), (NEUTRAL, "-."))  # of things without a colour of their own
 
 
@@ -63,10 +59,7 @@ def montage(
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     frames = colors if colors is not None else [None] * len(images)
     for ax, image, text, color in zip(axes.flat, images, titles, frames, strict=False):
-        look.show_image(ax, image)
-        ax.set_title(text, fontsize=9)
-        for spine in ax.spines.values():
-            spine.set(visible=color is not None, color=color or "white", linewidth=3)
+        _framed(ax, image, text, color)
     for ax in axes.flat[len(images) :]:
         ax.set_axis_off()
     return look.titled(figure, title) if title else figure
@@ -151,100 +144,65 @@ def differences(image: np.ndarray, others: Mapping[str, np.ndarray]) -> Figure:
 
 
 @look.styled
-def training_curves(histories: Mapping[int, pd.DataFrame]) -> Figure:
-    """Loss, pF1, AUC and learning rate against epoch, a row of panels a fold.
+def worst_mistakes(
+    breasts: pd.DataFrame, images: pd.DataFrame, store: Store, threshold: float | None = None, n: int = 4
+) -> Figure:
+    """The breasts with cancer that have the lowest scores, and those without that have the highest, each in two views.
 
     Args:
-        histories: `history.csv` by fold; columns that are missing are left out.
+        breasts: a row a breast: patient_id, laterality, cancer, score.
+        images: of these and perhaps other breasts, those with pixels: patient_id, laterality, view, image_id. A breast without
+            any is not shown.
+        store: that holds these images.
+        threshold: scores at or above it are called positive; None or inf: none was chosen.
+        n: breasts of each kind.
     """
-    histories = {fold: history for fold, history in sorted(histories.items()) if len(history)}
-    if not histories:
-        return look.nothing("No epoch is finished yet")
-    n, widths = len(histories), (3, 3, 3, 2)
-    figure, axes = plt.subplots(n, 4, figsize=(WIDTH, 0.9 + 2.3 * n), squeeze=False, width_ratios=widths)
-    for row, (fold, history) in zip(axes, histories.items(), strict=True):
-        for ax, (name, (limits, curves)) in zip(row, CURVES.items(), strict=True):
-            for column, color, line in curves:
-                if column in history:
-                    ax.plot(history["epoch"], history[column].astype(float), line, color=color, markersize=3)
-            ax.set(title=f"fold {fold}: {name}", ylim=limits, xlabel="epoch")
-            ax.grid(True)
-            ax.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)  # wide enough for one epoch, too
-            ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-        row[-1].yaxis.set_major_locator(MaxNLocator(4))
-        row[-1].yaxis.set_major_formatter("{x:.1e}")
-    lines = {"train": {"color": TRAIN, "marker": "o"}, "validation": {"color": VALIDATION, "marker": "o"},
-             "pF1 of raw scores": {"color": "grey"},
-             "pF1 at the best threshold (flatters)": {"color": "grey", "linestyle": "--"}}  # fmt: skip
-    handles = [Line2D([], [], label=label, markersize=3, **line) for label, line in lines.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return look.titled(figure, _curves_title(histories))
+    shown = (
+        images.drop_duplicates([*BREAST, "view"]).groupby(BREAST, sort=False).head(2)
+    )  # of a kind of view, the first
+    there = breasts.merge(shown[BREAST].drop_duplicates(), on=BREAST)
+    worst = {1: there[there["cancer"] == 1].nsmallest(n, "score"), 0: there[there["cancer"] == 0].nlargest(n, "score")}
+    worst = {label: rows for label, rows in worst.items() if len(rows)}
+    if not worst:
+        return look.nothing("No scores of breasts with images to show")
+    columns = 2 * max(len(rows) for rows in worst.values())
+    cell = min(0.93 * WIDTH / columns, 2.0)  # inches
+    size = (max(columns * cell / 0.93, 7), len(worst) * (cell * store.shape[0] / store.shape[1] + 0.45) + 0.5)
+    figure, axes = plt.subplots(len(worst), columns, figsize=size, squeeze=False)
+    for line, (label, rows) in zip(axes, worst.items(), strict=True):
+        for ax in line:
+            ax.set_axis_off()
+        for number, breast in enumerate(rows.itertuples()):
+            views = shown[(shown["patient_id"] == breast.patient_id) & (shown["laterality"] == breast.laterality)]
+            for ax, row, view in zip(line[2 * number :], store.rows_of(views["image_id"]), views["view"], strict=False):
+                text = f"{breast.patient_id}, {breast.laterality} {view}\nscore {breast.score:.3g}"
+                ax.set_axis_on()
+                _framed(ax, store[int(row)], text, LABEL_COLORS[label])
+        line[0].set_ylabel("cancer, lowest scores" if label else "no cancer, highest scores")
+    lost = len(breasts) - len(there)
+    note = f" ({lost:,} breasts without pixels are not shown)" if lost else ""
+    return look.titled(figure, _mistakes_title(breasts, threshold) + note)
 
 
-@look.styled
-def score_histogram(breasts: pd.DataFrame, threshold: float | None = None) -> Figure:
-    """How the scores of breasts are spread, by label where there is one, and what lies at or above a threshold.
-
-    Args:
-        breasts: a row a breast, with score, and cancer where known.
-        threshold: scores at or above it are called positive; None draws no line.
-    """
-    finite = np.isfinite(breasts["score"].astype(float))
-    breasts, lost = breasts[finite], int((~finite).sum())
-    if breasts.empty:
-        return look.nothing(f"No scores to show{f': {lost} are NaN or infinite' if lost else ''}")
-    scores = breasts["score"].to_numpy(float)
-    groups = {f"{len(scores):,} breasts": (scores, NEUTRAL)}
-    if "cancer" in breasts:
-        cancer = breasts["cancer"].to_numpy() == 1
-        groups = {f"no cancer: {(~cancer).sum():,} breasts": (scores[~cancer], NO_CANCER),
-                  f"cancer: {cancer.sum():,} breasts": (scores[cancer], CANCER)}  # fmt: skip
-    drawn = threshold is not None and math.isfinite(threshold)
-    figure, ax = plt.subplots(figsize=(WIDTH, 3.6))
-    ends = [0.0, *scores, threshold] if drawn else [0.0, *scores]
-    top = max(ends)  # the scores of a short training are small, and all would stand in one bin
-    edges = np.linspace(min(ends), 1.0 if 0.5 < top < 1 or top == min(ends) else top, 41)
-    values, colors = zip(*groups.values(), strict=True)
-    ax.hist(values, edges, color=colors, label=list(groups))
-    if drawn:
-        ax.axvline(threshold, color="black", linestyle="--", linewidth=1.2, label=f"threshold {threshold:.3g}")
-    ax.set(yscale="log", ylim=(0.7, None), xlabel="score of a breast", ylabel="breasts (log scale)")
-    ticks = [step * 10**power for power in range(6) for step in (1, 2, 5)]
-    ax.set_yticks([tick for tick in ticks if tick <= ax.get_ylim()[1]])
-    ax.yaxis.set_major_formatter("{x:,.0f}")
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    note = f" ({lost:,} scores are NaN or infinite and left out)" if lost else ""
-    return look.titled(figure, _scores_title(breasts, threshold) + note)
+def _framed(ax: Axes, image: np.ndarray, text: str, color: str | None) -> None:
+    look.show_image(ax, image)
+    ax.set_title(text, fontsize=9)
+    for spine in ax.spines.values():
+        spine.set(visible=color is not None, color=color or "white", linewidth=3)
 
 
 # Titles that state the finding
 
 
-def _curves_title(histories: Mapping[int, pd.DataFrame]) -> str:
-    last = pd.DataFrame([history.iloc[-1] for history in histories.values()])
-    names = ("valid_auc", "valid_pf1", "valid_f1")
-    auc, pf1, f1 = (number(last[name].astype(float).mean() if name in last else math.nan) for name in names)
-    folds = f"Fold {next(iter(histories))}" if len(histories) == 1 else f"Mean of {len(histories)} folds"
-    epochs = ", ".join(f"{int(epoch)}" for epoch in sorted(last["epoch"].unique()))
-    title = f"{folds} after epoch {epochs}: validation AUC {auc}, pF1 {pf1} ({f1} at the best threshold)."
-    if "train_resampled" in last and last["train_resampled"].astype(bool).any():
-        title += " Training scores are of a resampled epoch, richer in cancers: not to be held against validation."
-    return title
-
-
-def _scores_title(breasts: pd.DataFrame, threshold: float | None) -> str:
-    scores = breasts["score"].to_numpy(float)
-    cancer = breasts["cancer"].to_numpy() == 1 if "cancer" in breasts else None
-    if threshold is None:
-        if cancer is None or cancer.all() or not cancer.any():
-            return f"{len(scores):,} breasts: half of the scores are below {np.median(scores):.3g}"
-        return f"Median score {np.median(scores[cancer]):.3g} with cancer, {np.median(scores[~cancer]):.3g} without"
-    called = scores >= threshold
-    title = f"{called.sum():,} of {len(scores):,} breasts ({percent(called.mean())}) score {threshold:.3g} or more"
-    if cancer is None:
-        return title
-    return f"{title}: {(called & cancer).sum():,} of the {cancer.sum():,} with cancer"
+def _mistakes_title(breasts: pd.DataFrame, threshold: float | None) -> str:
+    if threshold is None or not math.isfinite(threshold):
+        return "Cancers with the lowest scores, and breasts without cancer with the highest"
+    cancer, called = breasts["cancer"] == 1, breasts["score"] >= threshold
+    missed, false = int((cancer & ~called).sum()), int((called & ~cancer).sum())
+    return (
+        f"At the threshold {threshold:.3g}, {missed:,} of {cancer.sum():,} breasts with cancer are missed and {false:,} of "
+        f"{(~cancer).sum():,} without are called"
+    )
 
 
 def _difference(error: np.ndarray) -> str:

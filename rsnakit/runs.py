@@ -75,8 +75,9 @@ def open_run(work: Path, name: str, settings: dict) -> Path:
         if epochs and (not epochs[0] or epochs[1] < epochs[0]):
             differences[MAY_GROW] = epochs
         if differences:
+            other = " by another version of the kit, and" if any(None in pair for pair in differences.values()) else ""
             raise RunError(
-                f"{folder}: this run was begun with other settings:\n{_show(differences)}\n"
+                f"{folder}: this run was begun{other} with other settings:\n{_show(differences)}\n"
                 "Give another name with run=, or leave run empty to have it named after its settings."
             )
         if epochs:  # kept, so that the next call with these settings finds nothing changed
@@ -100,7 +101,10 @@ def compare(before: Mapping, now: Mapping, prefix: str = "") -> dict[str, tuple]
 
 
 def _show(differences: dict[str, tuple]) -> str:
-    return "\n".join(f"  {name}: {before!r} before, {now!r} now" for name, (before, now) in differences.items())
+    def said(value: object) -> str:
+        return "not there" if value is None else repr(value)
+
+    return "\n".join(f"  {name}: {said(before)} before, {said(now)} now" for name, (before, now) in differences.items())
 
 
 def rebuild(config: type, saved: Mapping, where: Path) -> object:
@@ -193,18 +197,25 @@ def trained_folds(run: Path) -> dict[int, Path]:
 
 def begun_folds(run: Path) -> dict[int, Path]:
     """The folders of all folds that have weights, by fold number."""
-    named = {re.fullmatch(r"fold(\d+)", p.parent.name): p.parent for p in run.glob("fold*/model.json")}
-    folders = {int(name[1]): folder for name, folder in named.items() if name}
-    return {fold: folders[fold] for fold in sorted(folders) if (folders[fold] / "best.safetensors").exists()}
+    needed = ("model.json", "best.safetensors")
+    folders = _fold_folders(run)
+    return {fold: folder for fold, folder in folders.items() if all((folder / name).exists() for name in needed)}
+
+
+def _fold_folders(run: Path) -> dict[int, Path]:
+    named = {re.fullmatch(r"fold(\d+)", folder.name): folder for folder in run.glob("fold*")}
+    return {fold: folder for fold, folder in sorted((int(name[1]), folder) for name, folder in named.items() if name)}
 
 
 def unfinished_folds(run: Path) -> dict[int, str]:
-    """Folds with weights whose training was stopped before its last epoch, with how far they came."""
-    planned, done = read_config(run)["train"]["epochs"], {}
+    """Folds whose training was stopped before the end of its last epoch, with the whole epochs they have; 0 where it was
+    stopped within the first one and left a checkpoint."""
+    planned = read_config(run)["train"]["epochs"]
+    done = {fold: 0 for fold, folder in _fold_folders(run).items() if (folder / "last.pt").exists()}
     for fold, folder in begun_folds(run).items():
         history = folder / "history.csv"  # written after the weights: a kill may have come between
         done[fold] = len(pd.read_csv(history)) if history.exists() else read_model(folder)["epoch"]
-    return {fold: f"epoch {epochs} of {planned}" for fold, epochs in done.items() if epochs < planned}
+    return {fold: f"epoch {done[fold]} of {planned}" for fold in sorted(done) if done[fold] < planned}
 
 
 def read_config(run: Path) -> dict:
@@ -263,12 +274,32 @@ def write_summary(run: Path) -> dict:
         What was written: `folds`, `epochs` (of the weights kept), `unfinished` (see `unfinished_folds`), `select`, `prior`
         (share of positive images in training), `scores` (as `metrics.score_breasts` has them), `threshold` and
         `percentile` (the best on these very scores, so that their F1 flatters).
+
+    Folds that two processes train may end at the same moment. The one that writes last sees the other's files, since each
+    looks again after writing: the summary that stays has both.
     """
+    while True:
+        before = _written(run)
+        summary = _score(run)
+        write_json(run / "summary.json", summary)
+        if _written(run) == before:
+            return summary
+
+
+def _written(run: Path) -> dict[Path, tuple]:
+    """What a summary is made of, with marks that change when a file is written again; of checkpoints that they are there."""
+    names = ("model.json", "oof.csv", "history.csv")
+    stats = {path: path.stat() for path in run.glob("fold*/*") if path.name in names}
+    marks = {path: (found.st_mtime_ns, found.st_ino, found.st_size) for path, found in stats.items()}
+    return marks | {path: () for path in run.glob("fold*/last.pt")}
+
+
+def _score(run: Path) -> dict:
     folders = trained_folds(run)
     breasts = metrics.to_breast(read_oof(run))
     models = [read_model(folder) for folder in folders.values()]
     threshold, _ = metrics.best_threshold(breasts["cancer"], breasts["score"])
-    summary = {
+    return {
         "folds": list(folders),
         "epochs": [model["epoch"] for model in models],
         "unfinished": {str(fold): state for fold, state in unfinished_folds(run).items()},
@@ -278,8 +309,6 @@ def write_summary(run: Path) -> dict:
         "percentile": float(metrics.percentile_of(breasts["score"], threshold)),
         "scores": metrics.score_breasts(breasts),
     }
-    write_json(run / "summary.json", summary)
-    return summary
 
 
 def summary_table(summary: dict) -> pd.DataFrame:

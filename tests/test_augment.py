@@ -22,17 +22,58 @@ def picture(shape=SIZE, seed=0) -> np.ndarray:
     return np.random.default_rng(seed).random(shape, dtype=np.float32)
 
 
+def breast() -> np.ndarray:
+    """A bright half-ellipse with soft stripes at the left of a black frame, (200, 120) uint8."""
+    y, x = np.mgrid[:200, :120]
+    shape = np.exp(-(((y - 90) / 60) ** 2) - (x / 50) ** 2)
+    return np.where(x < 100, 200 * shape + 20 * np.sin(y / 5) * np.cos(x / 7) + 25, 0).clip(0, 255).astype(np.uint8)
+
+
+def steps_of(transforms) -> list[A.BasicTransform]:
+    """Transforms without those that only hold others."""
+    found = []
+    for transform in transforms:
+        found += steps_of(transform.transforms) if isinstance(transform, A.BaseCompose) else [transform]
+    return found
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("shape", [SIZE, (33, 57), (8, 8)])
 def test_shape_type_and_range_stay(name, shape):
     pipeline = augment.build(name, *shape)
     for image in (picture(shape), np.zeros(shape, np.float32), np.ones(shape, np.float32)):
-        before = image.copy()
-        for seed in range(30):
-            out = pipeline(image, seed)
-            assert out.shape == shape and out.dtype == np.float32 and out.flags.c_contiguous
-            assert out.min() >= 0 and out.max() <= 1
-        assert np.array_equal(image, before)  # never in place: it may be the store's own memory
+        for kind in (image, (image * 255).astype(np.uint8)):
+            before = kind.copy()
+            for seed in range(20):
+                out = pipeline(kind, seed)
+                assert out.shape == shape and out.dtype == kind.dtype and out.flags.c_contiguous
+                assert out.min() >= 0 and out.max() <= (1 if kind.dtype == np.float32 else 255)
+                assert not np.shares_memory(out, kind)
+            assert np.array_equal(kind, before)  # never in place: it may be the store's own memory
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_float_and_bytes_of_a_picture_come_out_alike(name):
+    """Each transform of a pipeline by itself: had one taken either for another range, they would differ by far more."""
+    image = breast()
+    for transform in steps_of(augment.build(name, *image.shape).pipeline.transforms):
+        transform.p = 1
+        pipeline, changed = augment.Augment([transform]), []
+        for seed in range(25):
+            fine, coarse = pipeline(image.astype(np.float32) / 255, seed) * 255, pipeline(image, seed)
+            assert np.abs(fine - coarse).max() <= 1.01, transform  # rounded, or cut to whole numbers
+            changed.append(np.abs(fine - image).mean())
+        assert (np.mean(changed) > 0.3) == (type(transform) is not A.NoOp), transform
+        assert np.mean(changed) < 90, transform  # a flip brings 79, of the mean of 68 that there is
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_float_and_bytes_go_the_same_way_through_a_pipeline(name):
+    image = breast()
+    pipeline = augment.build(name, *image.shape)
+    for seed in range(60):
+        off = np.abs(pipeline(image.astype(np.float32) / 255, seed) * 255 - pipeline(image, seed))
+        assert off.mean() < 2, seed  # a grey level off turns a few pixels over where Solarize or Posterize comes after
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -79,19 +120,40 @@ def test_transforms_of_one_pipeline_are_independent():
         np.full(SIZE, 1000, np.uint16),
         np.full(SIZE, 300, np.float32),
         np.full(SIZE, 0.5, np.float64),
-        np.full(SIZE, 128, np.uint8),
+        np.full(SIZE, 0.5, np.float16),
+        np.full(SIZE, 1, np.int8),
+        np.full(SIZE, True),
         np.full(SIZE, -0.01, np.float32),
+        np.full(SIZE, 1.01, np.float32),
         np.full(SIZE, np.nan, np.float32),
         np.where(np.eye(*SIZE, dtype=bool), np.nan, 0.5).astype(np.float32),
         np.full((*SIZE, 1), 0.5, np.float32),
         np.full((1, *SIZE), 0.5, np.float32),
+        np.full((*SIZE, 3), 100, np.uint8),
     ],
-    ids=["uint16 1000", "float 300", "float64", "uint8", "negative", "NaN", "some NaN", "(H,W,1)", "(1,H,W)"],
+    ids=lambda image: f"{image.dtype} {image.shape} {image.flat[0]}",
 )
 def test_what_albumentations_would_spoil_is_refused(name, image):
     # P04
     with pytest.raises(ValueError, match="augmentation takes"):
         augment.build(name, *SIZE)(image, 0)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_images_of_another_size_are_refused(name):
+    with pytest.raises(ValueError, match=r"built for images of \(48, 32\), and got one of \(32, 48\)"):
+        augment.build(name, *SIZE)(np.zeros(SIZE[::-1], np.uint8), 0)
+
+
+@pytest.mark.parametrize("make", [augment._light, augment._heavy, augment._first_place, augment._second_place])
+def test_pipelines_are_built_with_warnings_as_errors(make, monkeypatch):
+    # P05
+    def dated(height: int, width: int) -> list:
+        return [*make(height, width), A.CoarseDropout(max_holes=8)]
+
+    monkeypatch.setattr(augment, make.__name__, dated)
+    with pytest.raises(ValueError, match=r"refuses this pipeline: .*max_holes"):
+        augment.build(make.__name__[1:], *SIZE)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +190,46 @@ def test_names():
 def test_heavy_changes_more_than_light():
     image = picture()
     light, heavy = (
-        np.mean([np.abs(augment.build(name, *SIZE)(image, s) - image).mean() for s in range(60)]) for name in PIPELINES
+        np.mean([np.abs(augment.build(name, *SIZE)(image, s) - image).mean() for s in range(60)])
+        for name in ("light", "heavy")
     )
     assert 0 < light < heavy
+
+
+def test_first_place_is_what_is_known_of_it():
+    image = breast()
+    pipeline = augment.build("first_place", *image.shape)
+    steps = {type(step).__name__: step for step in steps_of(pipeline.pipeline.transforms)}
+    crop, holes, turn = steps["RandomResizedCrop"], steps["CoarseDropout"], steps["Affine"]
+    assert (crop.scale, crop.ratio, crop.p) == ((0.5, 1), (0.5, 0.8), 0.4)
+    assert (steps["HorizontalFlip"].p, steps["VerticalFlip"].p) == (0.5, 0.5)
+    assert turn.rotate == (-30, 30) and (holes.num_holes_range, holes.p) == ((1, 6), 0.25)
+    assert {"Downscale", "RandomToneCurve", "RandomBrightnessContrast", "ElasticTransform", "GridDistortion"} <= set(
+        steps
+    )
+    # 0.1 that nothing comes at all, 0.9 * 0.6 * 0.25 * 0.8 * 0.5 * 0.5 * 0.75 that each step stays out: 0.12 of pictures
+    untouched = np.mean([np.array_equal(pipeline(image, seed), image) for seed in range(600)])
+    assert abs(untouched - 0.12) < 0.04  # deviation 0.013
+
+
+def test_second_place_is_what_is_known_of_it():
+    steps = augment.build("second_place", *SIZE).pipeline.transforms
+    assert steps_of(steps)[2].rotate == (-45, 45) and steps_of(steps)[2].scale == {"x": (0.85, 1.15), "y": (0.85, 1.15)}
+    assert type(steps[-1]) is A.Erasing and steps[-1].p == 0.25
+    flips, image = augment.Augment(steps[:2]), picture()
+    flipped = np.mean([not np.array_equal(flips(image, seed), image) for seed in range(600)])
+    assert abs(flipped - 0.75) < 0.06  # deviation 0.018
+
+
+def test_elastic_moves_a_pixel_by_about_a_hundredth_of_the_width():
+    for shape in ((96, 64), (512, 256)):
+        elastic = next(s for s in steps_of(augment._first_place(*shape)) if isinstance(s, A.ElasticTransform))
+        elastic.p = 1
+        columns = np.tile(np.linspace(0.25, 0.75, shape[1], dtype=np.float32), (shape[0], 1))
+        inner = np.s_[shape[0] // 8 : -shape[0] // 8, shape[1] // 8 : -shape[1] // 8]  # beyond the edge is black
+        moved = [augment.Augment([elastic])(columns, seed) - columns for seed in range(5)]
+        pixels = np.std([off[inner] for off in moved]) / (0.5 / (shape[1] - 1))
+        assert 0.006 < pixels / shape[1] < 0.014
 
 
 def test_importing_asks_no_server(tmp_path):

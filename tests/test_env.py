@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rsnakit import env, params
+from rsnakit import device, env, params
 
 SLUG = "rsna-breast-cancer-detection"
 
@@ -290,6 +290,107 @@ def test_precision_elsewhere():
         env.choose_precision("mps", "fp16")
     with pytest.raises(ValueError, match="expected auto, fp32, bf16 or fp16"):
         env.choose_precision("cpu", "float16")
+
+
+# ---- compile
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Stands in for the first try of torch.compile: compiler(error) has it fail; what was compiled is listed."""
+    tried, errors = [], []
+
+    def compiled(function, **options):
+        tried.append(function)
+        if errors:
+            raise errors[0]
+        return function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    compiler = errors.append
+    return compiler, tried
+
+
+def with_triton(monkeypatch, there=True):
+    found = device.importlib.util.find_spec
+    monkeypatch.setattr(
+        device.importlib.util,
+        "find_spec",
+        lambda name: (object() if there else None) if name == "triton" else found(name),
+    )
+
+
+# T12
+@pytest.mark.parametrize("wanted", ["default", "max-autotune"])
+@pytest.mark.parametrize(
+    ("name", "capability", "able"),
+    [("Tesla P100-PCIE-16GB", (6, 0), False), ("Quadro P5000", (6, 1), False), ("Tesla V100-SXM2-16GB", (7, 0), True),
+     ("Tesla T4", (7, 5), True), ("NVIDIA A100-SXM4-40GB", (8, 0), True)],
+)  # fmt: skip
+def test_compile_is_off_on_gpus_too_old_for_it(gpu, compiler, monkeypatch, wanted, name, capability, able):
+    gpu(name, capability)
+    with_triton(monkeypatch)
+    monkeypatch.setattr(torch, "arange", lambda n, device: torch.tensor(range(8), dtype=torch.float32))
+    choice = env.choose_compile("cuda", wanted)
+    assert choice.value == (wanted if able else "off")
+    assert name in choice.reason and ("too old" in choice.reason) is not able
+    assert len(compiler[1]) == able  # tried before it is promised, and not where it can't be
+    # T12: with bf16 switched on as well each says what it can't
+    if capability < (8, 0):
+        with pytest.raises(ValueError, match=name):
+            env.choose_precision("cuda", "bf16")
+
+
+def test_compile_needs_triton_on_a_gpu(gpu, compiler, monkeypatch):
+    gpu("Tesla T4", (7, 5))
+    with_triton(monkeypatch, there=False)
+    choice = env.choose_compile(torch.device("cuda", 0), "default")
+    assert choice.value == "off" and "Triton is not installed" in choice.reason and not compiler[1]
+
+
+def test_compile_off_asks_nothing(compiler, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for where in ("cpu", "cuda", "mps"):
+        assert env.choose_compile(where, "off") == env.Choice("off", "asked for")
+    assert env.choose_compile("cpu").value == "off" and not compiler[1]
+    with pytest.raises(ValueError, match="expected off, default or max-autotune"):
+        env.choose_compile("cpu", "on")
+
+
+def test_compile_on_a_cpu_needs_a_compiler(compiler, monkeypatch, tmp_path):
+    assert env.choose_compile("cpu", "max-autotune").value == "max-autotune"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    choice = env.choose_compile("cpu", "default")
+    assert choice.value == "off" and "no C++ compiler no-such-compiler" in choice.reason and "$CXX" in choice.reason
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C++ compiler" in env.choose_compile("cpu", "default").reason
+    assert len(compiler[1]) == 1
+
+
+def test_compile_on_a_cpu_whose_compiler_fails(compiler):
+    """As without Python's headers; of the many lines the two that tell are shown."""
+    compiler[0](
+        RuntimeError(
+            "CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nx.cpp:1: fatal error: Python.h: none"
+        )
+    )
+    choice = env.choose_compile("cpu", "default")
+    assert choice.value == "off" and "\n" not in choice.reason
+    assert "default was asked for, but a first try failed (CppCompileError" in choice.reason
+    assert "Python.h" in choice.reason
+
+
+def test_compile_elsewhere(compiler):
+    choice = env.choose_compile("mps", "default")
+    assert choice.value == "off" and "mps" in choice.reason and not compiler[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX") or "g++") is None, reason="there is no C++ compiler")
+def test_compile_tried_in_earnest():
+    choice = env.choose_compile("cpu", "default")
+    assert choice.value == "default", choice.reason
 
 
 def test_start_says_where_and_why(capsys, gpu):

@@ -14,17 +14,18 @@ LADDER = (
     (
         "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
         "look", "metrics", "phantom", "tables", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling",
+        "progress", "stopping", "failures", "launching", "distributed", "mixing",
     ),
     (
         "params", "env", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow", "pyramid",
         "surgery", "families", "necks", "views",
     ),
     (
-        "store", "augment", "losses", "plots_data", "plots", "plots_models", "runs", "history", "checkpoint", "headers",
-        "weights", "speed",
+        "store", "augment", "losses", "plots_data", "plots_train", "plots", "plots_models", "runs", "tally", "history", "results",
+        "checkpoint", "headers", "weights", "speed",
     ),
-    ("models", "samplers", "data", "prepare", "batches", "compare", "jobs", "preprocess", "demo", "loop"),
-    ("engine", "infer"),
+    ("models", "samplers", "data", "prepare", "batches", "compare", "jobs", "preprocess", "demo", "recipe", "loop"),
+    ("trainer", "rounds", "engine", "infer"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 

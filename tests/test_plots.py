@@ -19,7 +19,7 @@ from matplotlib.colors import same_color, to_rgb
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from scipy.stats import binomtest
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from rsnakit import plots
 from rsnakit.headers import COLUMNS
@@ -58,10 +58,10 @@ def make_headers(n: int = 30) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
 
 
-def make_history(epochs: int = 5, **changes) -> pd.DataFrame:
+def make_history(epochs: int = 5, averaged: bool = False, **changes) -> pd.DataFrame:
     epoch = np.arange(1, epochs + 1)
     columns = {"epoch": epoch, "lr": 1e-3 / epoch, "grad_norm": 1.0, "skipped_steps": 0, "seconds": 3.0}
-    for side, gain in (("train", 0.06), ("valid", 0.04)):
+    for side, gain in (("train", 0.06), ("valid", 0.04), *[("ema_valid", 0.05)] * averaged):
         columns |= {f"{side}_loss": gain * 10 / epoch, f"{side}_pf1": gain * epoch, f"{side}_f1": 1.5 * gain * epoch}
         columns |= {f"{side}_auc": 0.5 + gain * epoch, f"{side}_ap": gain * epoch}
     return pd.DataFrame(columns | {"train_resampled": False}).assign(**changes)
@@ -113,6 +113,27 @@ def texts_that_touch(figure) -> list[tuple[str, str]]:
 
 
 TABLE = make_table()
+
+
+class Pictures:
+    """A store of images of one grey each, 0, 1, 2 and so on, by image_id."""
+
+    shape = (64, 32)
+
+    def rows_of(self, image_ids) -> np.ndarray:
+        return np.array([int(image_id) for image_id in image_ids], np.int64)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return np.full(self.shape, row, np.uint16)
+
+
+def scored(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
+    """A row a breast of `make_table`, with a score and a fold."""
+    breasts = table.drop_duplicates(["patient_id", "laterality"])[["patient_id", "laterality", "cancer"]]
+    noise = np.random.default_rng(seed).random(len(breasts))
+    return breasts.assign(score=0.7 * noise + 0.3 * breasts["cancer"], fold=breasts["patient_id"].astype(int) % 4)
+
+
 IMAGES = [np.full((40, 20), value, np.uint16) for value in (0, 2048, 4095)]
 FIGURES = {  # what every figure must stand: nothing to show, one row, one class, values missing, many categories
     "counts": lambda: plots.counts(TABLE),
@@ -160,6 +181,27 @@ FIGURES = {  # what every figure must stand: nothing to show, one row, one class
     "curves of none": lambda: plots.training_curves({0: make_history(0)}),
     "curves of one class": lambda: plots.training_curves({0: make_history(3, valid_auc=math.nan, valid_ap=None)}),
     "curves of some columns": lambda: plots.training_curves({0: make_history(3)[["epoch", "train_loss"]]}),
+    "curves of averaged weights": lambda: plots.training_curves(
+        {k: make_history(120, k > 0, train_resampled=True, skipped_steps=2) for k in range(2)}
+    ),
+    "precision": lambda: plots.precision_recall(make_breasts(), 0.31, {"low": 0.2, "high": 0.7}),
+    "precision by fold": lambda: plots.precision_recall(scored(TABLE), 0.5),
+    "precision of one class a fold": lambda: plots.precision_recall(scored(TABLE).assign(fold=lambda b: b["cancer"])),
+    "precision, none": lambda: plots.precision_recall(scored(TABLE).head(0), 0.5),
+    "precision, one": lambda: plots.precision_recall(make_breasts(1), math.inf),
+    "precision, all 0": lambda: plots.precision_recall(
+        make_breasts().assign(score=0.0), 0.0, {"low": None, "high": None}
+    ),
+    "precision, odd scores": lambda: plots.precision_recall(
+        make_breasts().assign(score=[math.nan, -3.0, 9.0, 9.0] * 50)
+    ),
+    "mistakes": lambda: plots.worst_mistakes(scored(TABLE), TABLE, Pictures(), 0.5),
+    "mistakes, long ids": lambda: plots.worst_mistakes(
+        scored(TABLE).replace({"patient_id": {"1": "65534"}}), TABLE.replace({"patient_id": {"1": "65534"}}), Pictures()
+    ),
+    "mistakes of one": lambda: plots.worst_mistakes(scored(TABLE).head(1), TABLE, Pictures(), math.inf),
+    "mistakes of none": lambda: plots.worst_mistakes(scored(TABLE).head(0), TABLE, Pictures(), 0.5),
+    "mistakes of none with pixels": lambda: plots.worst_mistakes(scored(TABLE), TABLE.head(0), Pictures()),
     "scores": lambda: plots.score_histogram(make_breasts(), 0.31),
     "scores, one": lambda: plots.score_histogram(make_breasts(1)),
     "scores, none": lambda: plots.score_histogram(make_breasts().head(0), 0.5),
@@ -358,29 +400,43 @@ def test_differences_counts_every_pixel():
 
 
 def test_training_curves_show_the_history():
-    histories = {1: make_history(6), 0: make_history(4)}
+    histories = {1: make_history(6), 0: make_history(4, averaged=True)}
     figure = plots.training_curves(histories)
-    assert len(figure.axes) == 8
+    assert len(figure.axes) == 10
+    sides = {0: ["train", "valid", "ema_valid"], 1: ["train", "valid"]}
     for fold, history in histories.items():
-        for name, columns in {"loss": ["train_loss", "valid_loss"], "AUC": ["train_auc", "valid_auc"],
-                              "pF1": ["train_f1", "train_pf1", "valid_f1", "valid_pf1"],
-                              "learning rate": ["lr"]}.items():  # fmt: skip
-            ax = panel(figure, f"fold {fold}: {name}")
-            for line, column in zip(ax.lines, columns, strict=True):
+        row = figure.axes[5 * fold : 5 * fold + 5]
+        assert row[0].get_title(loc="left") == f"fold {fold}: loss"
+        names = [ax.get_title(loc="left") for ax in row[1:]]
+        assert names == ["pF1", "AUC", "learning rate", "gradient norm"]
+        columns = [[f"{side}_{name}" for side in sides[fold] for name in kinds]
+                   for kinds in (["loss"], ["f1", "pf1"], ["auc"])] + [["lr"], ["grad_norm"]]  # fmt: skip
+        for ax, expected in zip(row, columns, strict=True):
+            for line, column in zip(ax.lines, expected, strict=True):
                 np.testing.assert_array_equal(line.get_xdata(), history["epoch"])
                 np.testing.assert_array_equal(line.get_ydata(), history[column])
                 assert line.get_marker() == "o"  # one epoch alone is a point
-    pf1 = panel(figure, "fold 0: pF1")
-    assert [line.get_linestyle() for line in pf1.lines] == ["--", "-", "--", "-"]
-    assert same_color(pf1.lines[0].get_color(), pf1.lines[1].get_color())
-    assert not same_color(pf1.lines[1].get_color(), pf1.lines[2].get_color())
-    # (0.5 + 0.04 x 6 + 0.5 + 0.04 x 4) / 2, and so on
+    pf1 = figure.axes[1]
+    assert [line.get_linestyle() for line in pf1.lines] == ["--", "-"] * 3
+    colors = [to_rgb(line.get_color()) for line in pf1.lines]
+    assert colors[::2] == colors[1::2] and len(set(colors)) == 3
+    # (0.5 + 0.04 x 6 + 0.5 + 0.04 x 4) / 2, and so on; averaged in fold 0 alone: 0.5 + 0.05 x 4
     assert title(figure).startswith("Mean of 2 folds after epoch 4, 6: validation AUC 0.70, pF1 0.20 (0.30 at")
+    assert "With averaged weights: AUC 0.70, pF1 0.20 (0.30)" in title(figure)
+    assert "averaged" not in title(plots.training_curves({1: histories[1]}))
+
+
+def test_training_curves_count_the_steps_that_fp16_left_out():
+    histories = {0: make_history(3, skipped_steps=[2, 0, 1]), 1: make_history(2, skipped_steps=[0, 4])}
+    assert "In 7 steps fp16 overflowed" in title(plots.training_curves(histories))
+    assert "fp16" not in title(plots.training_curves({0: make_history()}))
 
 
 def test_training_curves_say_where_train_scores_are_of_a_resampled_epoch():
     assert "resampled" not in title(plots.training_curves({0: make_history()}))
-    assert "resampled" in title(plots.training_curves({0: make_history(train_resampled=True)}))
+    assert "resampled" in title(plots.training_curves({0: make_history(train_resampled=True, train_mixed=False)}))
+    mixed = title(plots.training_curves({0: make_history(train_mixed=True)}))
+    assert "Training scores are of images mixed with others: not" in mixed
     assert "AUC undefined, pF1 0.20" in title(plots.training_curves({0: make_history(valid_auc=math.nan)}))
 
 
@@ -413,3 +469,84 @@ def test_score_histogram_without_labels_or_threshold():
     assert title(plots.score_histogram(breasts)) == expected
     figure = plots.score_histogram(breasts, math.inf)
     assert title(figure).startswith("0 of 100 breasts (0 %)") and not figure.axes[0].lines
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_precision_and_recall_are_counted(ties):
+    breasts = make_breasts(120)
+    if ties:
+        breasts = breasts.assign(score=breasts["score"].round(1))
+    labels, scores = breasts["cancer"].tolist(), breasts["score"].tolist()
+    counted = {(0.0, 1.0)}
+    for cut in scores:
+        called = [label for label, score in zip(labels, scores, strict=True) if score >= cut]
+        counted.add((sum(called) / sum(labels), sum(called) / len(called)))
+    threshold = sorted(scores)[-9]
+    figure = plots.precision_recall(breasts, threshold, {"low": 0.25, "high": 0.75})
+    curve, prior, point = figure.axes[0].lines
+    assert {tuple(xy) for xy in curve.get_xydata()} == counted  # each way to cut, and no other
+    assert curve.get_drawstyle() == "steps-post" and (np.diff(curve.get_xdata()) <= 0).all()
+    assert prior.get_ydata()[0] == pytest.approx(0.1)  # 12 of 120
+    called = [label for label, score in zip(labels, scores, strict=True) if score >= threshold]
+    assert point.get_xydata().tolist() == [[sum(called) / 12, sum(called) / len(called)]]
+    expected = average_precision_score(labels, scores)
+    assert curve.get_label() == f"average precision {expected:.2f} (95 %: 0.25 to 0.75)"
+    f1 = f1_score(labels, [score >= threshold for score in scores])
+    assert point.get_label() == f"threshold {threshold:.3g}: F1 {f1:.2f}"
+    assert f"{sum(called)} of 12 cancers are called" in title(figure)
+    assert f"{sum(called)} of the {len(called)} called have one" in title(figure)
+    assert title(figure).endswith(f"Average precision {expected:.2f} over 120 breasts, where chance gives 0.1")
+
+
+def test_precision_and_recall_of_each_fold():
+    breasts = scored(TABLE)
+    assert set(breasts["fold"]) == {0, 1, 2, 3} and breasts["cancer"].sum() > 5
+    breasts.loc[breasts["fold"] == 3, "cancer"] = 0  # no recall to speak of
+    *folds, curve, _ = plots.precision_recall(breasts).axes[0].lines
+    for fold, line in zip((0, 1, 2), folds, strict=True):
+        part = breasts[breasts["fold"] == fold]
+        recall, precision = line.get_xydata()[::-1].T
+        area = (np.diff(recall) * precision[1:]).sum()  # as it is drawn, in steps
+        assert area == pytest.approx(average_precision_score(part["cancer"], part["score"]))
+    assert not same_color(folds[0].get_color(), curve.get_color())
+    legend = plots.precision_recall(breasts).axes[0].get_legend()
+    assert [text.get_text()[:13] for text in legend.get_texts()] == ["each fold alo", "average preci", "chance: the p"]
+
+
+def test_precision_and_recall_need_both_kinds():
+    assert "0 of 0 breasts have cancer" in title(plots.precision_recall(scored(TABLE).head(0)))
+    assert "0 of 120 breasts have cancer" in title(plots.precision_recall(scored(TABLE).assign(cancer=0), 0.5))
+    for threshold in (None, math.inf):  # nothing is called: there is no precision to mark
+        assert len(plots.precision_recall(make_breasts(), threshold).axes[0].lines) == 2
+
+
+def test_worst_mistakes_are_the_worst():
+    breasts = scored(TABLE).sample(frac=1, random_state=1)
+    images = TABLE[TABLE["patient_id"] != "5"][::-1]  # MLO first, and of two of these the later one
+    figure = plots.worst_mistakes(breasts, images, Pictures(), 0.6, n=6)
+    shown = [ax for ax in figure.axes if ax.images]
+    ranked = sorted(breasts[breasts["patient_id"] != "5"].itertuples(), key=lambda breast: breast.score)
+    worst = [b for b in ranked if b.cancer][:6] + [b for b in ranked if not b.cancer][::-1][:6]
+    texts = [f"{b.patient_id}, {b.laterality} {view}\nscore {b.score:.3g}" for b in worst for view in ("MLO", "CC")]
+    assert [ax.get_title(loc="left") for ax in shown] == texts
+    for ax, (breast, view) in zip(shown, itertools.product(worst, ("MLO", "CC")), strict=True):
+        same = TABLE[(TABLE["patient_id"] == breast.patient_id) & (TABLE["laterality"] == breast.laterality)]
+        assert (ax.images[0].get_array() == int(same[same["view"] == view]["image_id"].iloc[-1])).all()
+        color = plots.CANCER if breast.cancer else plots.NO_CANCER
+        assert ax.spines["left"].get_visible() and same_color(ax.spines["left"].get_edgecolor(), color)
+    labels, called = breasts["cancer"] == 1, breasts["score"] >= 0.6
+    missed, false = (labels & ~called).sum(), (called & ~labels).sum()
+    assert missed > 0 < false and title(figure) == (
+        f"At the threshold 0.6, {missed} of {labels.sum()} breasts with cancer are missed and {false} of {(~labels).sum()} "
+        "without are called (2 breasts without pixels are not shown)"
+    )
+
+
+def test_worst_mistakes_of_a_real_store(table, store):
+    breasts = scored(table)
+    figure = plots.worst_mistakes(breasts, table, store, n=1)
+    lowest = breasts[breasts["cancer"] == 1].sort_values("score").iloc[0]
+    image = table[(table["patient_id"] == lowest["patient_id"]) & (table["laterality"] == lowest["laterality"])].iloc[0]
+    np.testing.assert_array_equal(figure.axes[0].images[0].get_array(), store[store.rows_of([image["image_id"]])[0]])
+    one_kind = plots.worst_mistakes(breasts[breasts["cancer"] == 0], table, store)
+    assert [ax.get_ylabel() for ax in one_kind.axes if ax.get_ylabel()] == ["no cancer, highest scores"]

@@ -1,0 +1,365 @@
+"""Several processes: what they tell one another, what they train, how they are started, and how they end.
+
+Each start of torch takes seconds, so one start checks many things. This file is also what the processes run.
+"""
+
+import contextlib
+import copy
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rsnakit import distributed, progress, stopping
+from rsnakit.distributed import batches_a_step, processes
+from rsnakit.files import _process_start
+
+TESTS = Path(__file__).parent
+
+
+class Small(nn.Module):
+    """A model with a dict of logits, a mask beside its images, and a parameter that no pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)
+        self.cancer, self.density = nn.Linear(4, 1), nn.Linear(4, 3)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor, view_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.mask = view_mask
+        features = torch.relu(self.norm(self.conv(x))).mean((2, 3))
+        return {"cancer": self.cancer(features)[:, 0], "density": self.density(features)}
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.softplus(model(x, view_mask=torch.ones(len(x), dtype=torch.bool))["cancer"]).mean()
+
+
+# --- in the processes
+
+
+def check_all(folder: Path) -> dict:
+    """What the functions do in one of two processes, as plain values."""
+    rank = distributed.rank()
+    found = {"world": distributed.world(), "rank": rank, "is_main": distributed.is_main()}
+    values = distributed.gather({"scores": np.full(3 + rank, rank / 2), "name": "ab"[rank]})
+    found["gathered"] = [(value["scores"].tolist(), value["name"]) for value in values]
+    found["any"] = [distributed.any_rank(flag) for flag in (False, rank == 0, rank == 1, True)]
+
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean += 1 + rank
+    norm.num_batches_tracked += 7 + rank
+    distributed.broadcast_buffers(norm)
+    distributed.broadcast_buffers(nn.Linear(1, 1))  # one that has none
+    found["buffers"] = norm.running_mean.tolist(), int(norm.num_batches_tracked)
+
+    torch.manual_seed(rank)
+    model = Small()
+    model.seen += rank
+    wrapped = distributed.wrap(model, False, "cpu")
+    found["begun"] = float(model.conv.weight.detach().double().sum()), model.seen.tolist()
+    alone = copy.deepcopy(model)
+    batches = torch.randn(4, 3, 1, 8, 8, generator=torch.Generator().manual_seed(5))  # of a step, on both together
+    with distributed.no_sync(wrapped):
+        (loss_of(wrapped, batches[rank]) / 2).backward()
+    found["kept_to_itself"] = float(model.conv.weight.grad.abs().sum())
+    (loss_of(wrapped, batches[2 + rank]) / 2).backward()
+    found["mask_kept"] = model.mask.tolist()
+    sum(loss_of(alone, batch) / 4 for batch in batches).backward()
+    pairs = {name: (p.grad, dict(alone.named_parameters())[name].grad) for name, p in model.named_parameters()}
+    found["no_gradient"] = [name for name, (a, b) in pairs.items() if a is None and b is None]
+    found["apart"] = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items() if b is not None and a is not None}
+    found["largest"] = max(float(b.abs().max()) for _, b in pairs.values() if b is not None)
+    model(batches[0])  # a pass of evaluation on one process alone waits for no other
+    for _ in range(2):  # a second step, and one more
+        wrapped.zero_grad(set_to_none=True)
+        loss_of(wrapped, batches[rank]).backward()
+    every = distributed.wrap(nn.Linear(2, 1), False, "cpu")  # torch would warn that it uses all of its parameters
+    every(torch.ones(1, 2)).sum().backward()
+    with contextlib.suppress(ValueError):
+        distributed.wrap(Small(), True, "cpu")
+        found["sync_batchnorm"] = True
+    return found
+
+
+def saves_when_asked(folder: Path) -> None:
+    with stopping.Stop() as stop:
+        (folder / f"looping{distributed.rank()}").touch()
+        for _ in range(600):
+            if distributed.any_rank(stop.asked()):
+                time.sleep(0.5)
+                (folder / f"saved{distributed.rank()}").write_text(stop.reason)
+                distributed.gather(None)
+                return
+            time.sleep(0.05)
+
+
+def scribble(folder: Path, name: str) -> None:
+    """Writes without an end, as a process that outlives its parent would."""
+    with open(folder / f"scribbled_{name}", "a") as f:
+        for _ in range(3000):
+            f.write(f"{os.getpid()}\n")
+            f.flush()
+            time.sleep(0.02)
+
+
+def main(folder: Path) -> None:
+    distributed.end_with_parent()
+    device = distributed.join("auto" if not torch.cuda.is_available() else "cpu")
+    rank = distributed.rank()
+    if folder.name == "checked":
+        print(f"says {rank} on {device}, {os.environ['OMP_NUM_THREADS']} threads")
+        print(f"warns {rank}", file=sys.stderr)
+        with progress.bar(3, "train") as bar:
+            bar.show(loss=0.123456)
+            bar.update(3)
+        (folder / f"found{rank}.json").write_text(json.dumps(check_all(folder)))
+        distributed.gather(None)
+        if rank == 1:
+            raise LookupError("told by the second")
+        distributed.gather("which never comes")
+    if folder.name == "killed":
+        distributed.gather(None)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed.gather("which never comes")
+    if folder.name == "stopped":
+        saves_when_asked(folder)
+    if folder.name == "orphaned":
+        multiprocessing.get_context("fork").Process(target=scribble, args=(folder, f"worker{rank}"), daemon=True).start()
+        scribble(folder, f"rank{rank}")
+    distributed.leave()
+
+
+# --- in the test's process
+
+
+def launched(folder: Path) -> None:
+    """In a fork of this process: launches, and writes what came of it."""
+    os.environ["PYTHONPATH"] = str(TESTS)
+    os.environ.pop("OMP_NUM_THREADS", None)
+    with open(folder / "shown.txt", "w", buffering=1) as shown:
+        sys.stdout = sys.stderr = shown
+        begun = time.monotonic()
+        try:
+            outcome = {"returned": distributed.launch(folder, 2, module="test_distributed")}
+        except BaseException as error:
+            outcome = {"raised": type(error).__name__, "message": str(error)}
+        outcome["seconds"] = time.monotonic() - begun
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    """Four launches of two processes each at once, by what happens to them: the process that launches, and its folder."""
+    root = tmp_path_factory.mktemp("launches")
+    begun = {}
+    for name in ("checked", "killed", "stopped", "orphaned"):
+        (root / name).mkdir()
+        process = multiprocessing.get_context("fork").Process(target=launched, args=(root / name,))
+        process.start()
+        begun[name] = process, root / name
+    yield begun
+    for process, _ in begun.values():
+        process.kill()
+
+
+def outcome(launches: dict, name: str) -> dict:
+    process, folder = launches[name]
+    process.join(60)
+    assert not process.is_alive(), (folder / "shown.txt").read_text()
+    return json.loads((folder / "outcome.json").read_text()) | {"shown": (folder / "shown.txt").read_text()}
+
+
+def wait_for(what, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_killed_launcher_takes_all_with_it(launches):
+    """kill -9 of a notebook: torchrun, its processes and their workers end, and write no more."""
+    process, folder = launches["orphaned"]
+    wait_for(lambda: len([path for path in folder.glob("scribbled_*") if path.stat().st_size]) == 4)
+    pids = {int(path.read_text().split()[0]) for path in folder.glob("scribbled_*")}
+    assert len(pids) == 4 and all(_process_start(pid) for pid in pids)
+    process.kill()
+    begun = time.monotonic()
+    wait_for(lambda: not any(_process_start(pid) for pid in pids), 5)
+    print(f"gone after {time.monotonic() - begun:.1f} s")
+    sizes = [path.stat().st_size for path in sorted(folder.glob("scribbled_*"))]
+    time.sleep(0.2)
+    assert [path.stat().st_size for path in sorted(folder.glob("scribbled_*"))] == sizes
+
+
+def test_ctrl_c_lets_the_processes_save(launches):
+    process, folder = launches["stopped"]
+    wait_for(lambda: len(list(folder.glob("looping*"))) == 2)
+    os.kill(process.pid, signal.SIGINT)
+    ended = outcome(launches, "stopped")
+    assert ended.get("returned") == "Ctrl-C", ended
+    assert {path.read_text() for path in folder.glob("saved*")} == {"SIGTERM"}
+    assert len(list(folder.glob("saved*"))) == 2
+    assert ended["shown"] == ""  # of torchrun's own lines about signals
+
+
+def test_a_killed_process_ends_the_others_and_is_named(launches):
+    ended = outcome(launches, "killed")
+    assert ended["raised"] == "RuntimeError"
+    assert re.match(r"process 1 \(pid \d+\) was killed by SIGKILL.*memory", ended["message"]), ended
+    assert "Traceback" not in ended["message"] + ended["shown"]  # of the other, which lost its peer
+    assert ended["seconds"] < 50
+
+
+def test_the_first_failure_is_the_error(launches):
+    ended = outcome(launches, "checked")
+    assert ended["raised"] == "RuntimeError"
+    lines = ended["message"].splitlines()
+    assert lines[0] == "process 1 failed" and lines[1].startswith("Traceback")
+    assert lines[-1] == "LookupError: told by the second" and "test_distributed.py" in ended["message"]
+    assert "elastic" not in ended["message"]  # of torchrun's table
+
+
+def test_what_the_first_process_says_is_shown(launches):
+    import joblib
+
+    shown = outcome(launches, "checked")["shown"]
+    assert f"says 0 on cpu, {max(1, joblib.cpu_count() // 2)} threads\n" in shown and "warns 0\n" in shown
+    assert "says 1" not in shown and "warns 1" not in shown
+    assert "train:   0%|" in shown and "{" not in shown  # the bar, and not the lines that it came in
+    assert "Warning" not in shown
+
+
+@pytest.fixture(scope="module")
+def found(launches) -> list[dict]:
+    """What the processes of one launch found, by rank."""
+    outcome(launches, "checked")
+    return [json.loads((launches["checked"][1] / f"found{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_processes_know_one_another(found):
+    assert [(f["world"], f["rank"], f["is_main"]) for f in found] == [(2, 0, True), (2, 1, False)]
+    for f in found:
+        assert f["gathered"] == [[[0.0] * 3, "a"], [[0.5] * 4, "b"]]
+        assert f["any"] == [False, True, True, True]
+        assert f["buffers"] == [[1.0, 1.0], 7]
+
+
+def test_processes_begin_with_the_same_weights(found):
+    torch.manual_seed(0)
+    for f in found:
+        assert f["begun"] == [pytest.approx(found[0]["begun"][0]), [0.0, 0.0]]
+    assert found[0]["begun"][0] == pytest.approx(float(Small().conv.weight.detach().double().sum()))
+
+
+def test_gradients_are_those_of_one_process(found):
+    """Of four batches, two on each; the first without a word to the other."""
+    assert found[0]["kept_to_itself"] != pytest.approx(found[1]["kept_to_itself"])
+    for f in found:
+        assert f["no_gradient"] == ["unused", "density.weight", "density.bias"]
+        assert len(f["apart"]) == 6 and f["largest"] > 1e-2
+        assert max(f["apart"].values()) < 1e-6 * max(1, f["largest"])
+        assert f["mask_kept"] == [True] * 3
+        assert "sync_batchnorm" not in f  # refused on a CPU
+
+
+# --- without processes
+
+
+def test_alone_everything_is_what_it_is():
+    assert (distributed.world(), distributed.rank(), distributed.is_main()) == (1, 0, True)
+    value = {"a": np.arange(3)}
+    assert distributed.gather(value)[0] is value and distributed.gather([1, 2]) == [[1, 2]]
+    assert distributed.any_rank(True) is True and distributed.any_rank(False) is False
+    model = Small()
+    distributed.broadcast_buffers(model)
+    assert distributed.wrap(model, True, "cpu") is model  # with one process there is nothing to share
+    with distributed.no_sync(model):
+        pass
+    assert distributed.join("cuda:1") == "cuda:1"  # not started by torchrun
+    distributed.end_with_parent()
+    distributed.leave()
+
+
+def test_sync_batchnorm_keeps_names_weights_and_activations():
+    """timm's BatchNorms hold an activation, which torch's own conversion loses."""
+    import timm
+
+    model = timm.create_model("test_efficientnet", num_classes=2).eval()
+    before, parameters = {name: tensor.clone() for name, tensor in model.state_dict().items()}, list(model.parameters())
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = model(x)
+    converted = distributed._with_sync_batchnorm(model)
+    assert not any(type(module) is nn.BatchNorm2d for module in converted.modules())
+    assert sum(isinstance(module, nn.SyncBatchNorm) for module in converted.modules()) > 3
+    assert converted.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in converted.state_dict().items())
+    assert all(a is b for a, b in zip(converted.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x), expected)
+    hooked = nn.Sequential(nn.BatchNorm2d(3))
+    hooked[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="sync_batchnorm: 0 has a hook"):
+        distributed._with_sync_batchnorm(hooked)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "gpus", "expected"),
+    [
+        (0, "cpu", 0, 1), (3, "cpu", 0, 3), (0, "cuda", 2, 2), (1, "cuda", 2, 1), (2, "cuda", 2, 2),
+        (0, "cuda:1", 2, 1), (1, "cuda:1", 2, 1), (0, "mps", 0, 1),
+    ],
+)  # fmt: skip
+def test_as_many_processes_as_there_are_gpus(wanted, device, gpus, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert processes(wanted, device) == expected
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="n_procs: got 3, but there are 2 GPUs"):
+        processes(3, "cuda")
+    with pytest.raises(ValueError, match="n_procs: got 2, but cuda:1 is one device"):
+        processes(2, "cuda:1")
+    with pytest.raises(ValueError, match="n_procs: got -1"):
+        processes(-1, "cpu")
+
+
+def test_batches_are_shared_evenly():
+    assert [batches_a_step(a, n) for a, n in ((0, 1), (0, 4), (1, 1), (8, 4), (2, 2), (3, 1))] == [1, 4, 1, 8, 2, 3]
+    with pytest.raises(ValueError, match="accumulate: 3 .* by 2 processes; take 2 or 4"):
+        batches_a_step(3, 2)
+    with pytest.raises(ValueError, match="accumulate: 1 .* by 2 processes; take 2,"):
+        batches_a_step(1, 2)
+
+
+def test_the_line_for_several_machines():
+    import shlex
+    from torch.distributed.run import get_args_parser
+
+    words = shlex.split(distributed.command(Path("/data/my runs/x")))
+    assert words[0].startswith("PYTHONPATH=") and (Path(words[0].partition("=")[2]) / "rsnakit").is_dir()
+    assert words[1] == "torchrun"
+    arguments = get_args_parser().parse_args(words[2:])  # torchrun takes it
+    assert (arguments.module, arguments.training_script) == (True, "rsnakit.engine")
+    assert arguments.training_script_args == ["/data/my runs/x"]
+    assert (arguments.nnodes, arguments.rdzv_backend, arguments.rdzv_endpoint) == ("2", "c10d", "HOST:29500")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
