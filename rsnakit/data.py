@@ -1,5 +1,7 @@
 """Datasets and their batches: what is trained on. Tables and folds are those of `tables`, the order is that of `samplers`."""
 
+import contextlib
+import os
 import signal
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -178,11 +180,14 @@ def worker_init(_: int) -> None:
 
     One thread, since OpenCV's threads and forked workers lock each other up, and the workers are the parallelism. Ctrl-C,
     which in a terminal reaches every process, is the parent's to answer: it may still want batches, to end cleanly. A
-    parent's handler of SIGTERM is not inherited: torch has put its own in place by now, at which a worker dies.
+    parent's handler of SIGTERM is not inherited: torch has put its own in place by now, at which a worker dies; that of
+    a torchrun, which goes to the parent's whole group of processes, must therefore not reach it.
     """
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(AttributeError, OSError):  # not on Windows
+        os.setpgid(0, 0)
 
 
 def sample_seed(seed: int, epoch: int, position: int) -> int:

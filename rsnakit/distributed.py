@@ -179,11 +179,15 @@ def join(device: str) -> str:
     if not by_torchrun():
         return device
     here, number = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if device == "auto":  # not tried out as in a notebook: that would take memory of the first GPU in all processes
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda") and here > 1:
+    if device == "auto":
+        try:  # not as a notebook tries it: that would take memory of the first GPU in all processes
+            device = choose_device(f"cuda:{number}").value
+        except RuntimeError:
+            device = "cpu"
+    elif device not in ("cpu", "cuda") and here > 1:
         raise ValueError(f"{here} processes on this machine, but {device} is one device: take device auto, cuda or cpu")
-    device = choose_device(f"cuda:{number}" if device == "cuda" else device).value
+    else:
+        device = choose_device(f"cuda:{number}" if device == "cuda" else device).value
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(device)

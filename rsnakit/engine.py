@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -163,36 +164,25 @@ def fit(
         if state and state["epoch"] >= config.epochs:
             _say_finished(folder, fold, state["epoch"])
             return True
-        trainer = Trainer(
-            train.images,
-            store,
-            model_config,
-            config,
-            loop,
-            device.value,
-            precision.value,
-            run.num_workers,
-            fold,
-            settings,
-            state,
-        )
-        del state
-        _say_begun(trainer, train, valid, unit, device, precision)
-        with (
-            Stop(deadline) as stop,
+        with failures.explained(partial(_safe, folder / "last.pt")):
+            trainer = Trainer(
+                train.images, store, model_config, config, loop, device.value, precision.value, run.num_workers, fold,
+                settings, state,
+            )  # fmt: skip
+            del state  # a second copy of everything
+            _say_begun(trainer, train, valid, unit, device, precision)
             # purge_step hides what a killed run wrote of the epoch that is now begun again.
-            SummaryWriter(str(folder), purge_step=trainer.epoch + 1)
-            if distributed.is_main()
-            else contextlib.nullcontext() as writer,
-            failures.explained(f"{folder / 'last.pt'}, from which the same command goes on"),
-        ):
-            rounds = Rounds(trainer, train, valid, folder, writer, stop)
-            try:
-                while trainer.epoch < config.epochs:
-                    rounds.run_epoch()
-            except Stopped as stopped:
-                print(f"fold {fold}: stopped by {stopped}, saved {_where(trainer)}; the same command goes on from here")
-                return False
+            writer = SummaryWriter(str(folder), purge_step=trainer.epoch + 1) if distributed.is_main() else None
+            with Stop(deadline) as stop, writer or contextlib.nullcontext():
+                rounds = Rounds(trainer, train, valid, folder, writer, stop)
+                try:
+                    while trainer.epoch < config.epochs:
+                        rounds.run_epoch()
+                except Stopped as stopped:
+                    print(
+                        f"fold {fold}: stopped by {stopped}, saved {_where(trainer)}; the same command goes on from here"
+                    )
+                    return False
     return True
 
 
@@ -206,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, kind in (("run", env.RunConfig), ("model", models.ModelConfig), ("train", TrainConfig), ("loop", LoopConfig))
     )  # fmt: skip
     run = dataclasses.replace(run, device=distributed.join(run.device))
+    loop = dataclasses.replace(loop, n_procs=1)  # this is one of them
     quiet = contextlib.nullcontext() if distributed.is_main() else contextlib.redirect_stdout(None)
     with quiet:
         table = data.load_table(Path(plan["competition"]), "train")
@@ -253,6 +244,12 @@ def _check_state(state: dict | None, folder: Path, fold: int, settings: dict) ->
         raise runs.RunError(
             f"{folder / 'last.pt'}: a checkpoint of another run or fold ({names}). Delete {folder} to begin anew."
         )
+
+
+def _safe(checkpoint: Path) -> str:
+    if checkpoint.exists():
+        return f"{checkpoint}, from which the same command goes on"
+    return "nothing yet: there was no checkpoint before that"
 
 
 def _say_finished(folder: Path, fold: int, epoch: int) -> None:

@@ -169,7 +169,7 @@ def work_folder(work_dir: str = "", environ: Environ = None, root: Path = ROOT, 
     repository may be a read-only data set, else work/ in the repository.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: nothing can be written there, or it is on a Google Drive that is not mounted.
     """
     environ = os.environ if environ is None else environ
     if work_dir:
@@ -181,6 +181,13 @@ def work_folder(work_dir: str = "", environ: Environ = None, root: Path = ROOT, 
     else:
         folder = repository / "work"
     folder = folder.expanduser().absolute()
+    drive = root / "content/drive"
+    if folder.is_relative_to(drive) and not os.path.ismount(drive):
+        raise OSError(
+            errno.ENOENT,
+            f"work folder {folder}: the drive is not mounted, and what is written there would be lost with this machine. First "
+            "run: from google.colab import drive; drive.mount('/content/drive')",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

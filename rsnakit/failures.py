@@ -4,7 +4,7 @@ import contextlib
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -49,7 +49,7 @@ class OutOfMemory(RuntimeError):
 
 
 @contextlib.contextmanager
-def explained(what_is_safe: str) -> Iterator[None]:
+def explained(what_is_safe: str | Callable[[], str]) -> Iterator[None]:
     """A context in which an error of memory becomes an `OutOfMemory`, with the error itself as its cause.
 
     These are: the GPU's memory or the main memory is used up, a loader's worker was killed for it, or shared memory or open
@@ -57,7 +57,8 @@ def explained(what_is_safe: str) -> Iterator[None]:
     go, so that a cell that is run again finds the memory free.
 
     Args:
-        what_is_safe: a sentence on what is kept, such as which checkpoint; the last of the message.
+        what_is_safe: what is kept, such as the checkpoint that the run goes on from; it ends the message. Or a function that
+            says it, which is called when the error is there.
 
     Raises:
         OutOfMemory: a RuntimeError.
@@ -76,7 +77,8 @@ def explained(what_is_safe: str) -> Iterator[None]:
             raise death from error
         what, advice = ADVICE[kind]
         traceback.clear_frames(error.__traceback__)
-        raise OutOfMemory(f"{what} ({_first_line(cause)}). {advice} {what_is_safe}".strip()) from cause
+        safe = what_is_safe() if callable(what_is_safe) else what_is_safe
+        raise OutOfMemory(f"{what} ({_first_line(cause)}). {advice} Safe is {safe}.") from cause
 
 
 def what_ran_out(error: BaseException) -> str | None:

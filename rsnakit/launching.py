@@ -34,6 +34,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's: where a process writes wha
 FIRST = "[default0]:"  # torchrun's, before the lines of the first process's stderr
 # torchrun's table of failures.
 EXIT = re.compile(r"rank\s*: (\d+) \(local_rank.*\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
+ENDED = re.compile(r"Sending process (\d+) closing signal")
 # What a process fails of when another one has ended.
 LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited|recv.*failed|send.*failed|"
@@ -108,6 +109,7 @@ def _follow(torchrun: subprocess.Popen, stop: Stop, logs: Path, n_procs: int) ->
         while open_streams:
             if stop.asked() and not asked:
                 asked = True
+                follower.feed(f"{stop.reason}: {n_procs} processes finish their step and save")
                 pids = _ranks(logs)
                 # Not by torchrun, which would send it to the loaders' workers too and kill what is not done after 30 s.
                 for pid in pids if len(pids) == n_procs else [torchrun.pid]:
@@ -132,8 +134,7 @@ def _follow(torchrun: subprocess.Popen, stop: Stop, logs: Path, n_procs: int) ->
 
 def _read(stream: IO[bytes], is_error: bool, lines: queue.SimpleQueue) -> None:
     for line in stream:
-        # Of what was drawn over and over in one line the last is what is left to see.
-        lines.put((is_error, line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]))
+        lines.put((is_error, line.decode(errors="replace").rstrip("\r\n")))
     lines.put((is_error, None))
 
 
@@ -151,24 +152,26 @@ def _send(pid: int, number: int) -> None:
 def _failure(said: list[str], logs: Path, stopped: bool) -> str:
     """What made torchrun fail, of all that happened in its wake; empty where it was only stopped."""
     text = "\n".join(said)
-    exits = [(int(number), int(status), pid) for number, status, pid in EXIT.findall(text)]
-    late = re.findall(r"Unable to shutdown process (\d+)", text)  # killed by torchrun, as they did not end when told to
+    told = {}  # what processes said themselves, the earliest first
+    for path in sorted(logs.glob("**/error.json"), key=lambda path: path.stat().st_mtime_ns):
+        told[int(path.parent.name)] = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+    ended = ENDED.findall(text)  # by torchrun, after one had failed
+    exits = [(int(number), int(status), pid) for number, status, pid in EXIT.findall(text) if pid not in ended]
     for number, status, pid in exits:
-        if status < 0 and status != -signal.SIGTERM and pid not in late:
+        if status < 0 and not (stopped and status == -signal.SIGTERM):
             why = ": as a rule the system does so when memory runs out" if status == -signal.SIGKILL else ""
             name = signal.Signals(-status).name
             return f"process {number} (pid {pid}) was killed by {name}{why}\n{_tail(logs, number)}".rstrip()
-    told = {}
-    for path in sorted(logs.glob("**/error.json"), key=lambda path: path.stat().st_mtime_ns):
-        told[path.parent.name] = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
-    own = [number for number in told if not LOST.search(told[number])]
-    if own or (told and not stopped):
-        number = (own or list(told))[0]
-        return f"process {number} failed\n{told[number]}"
+    for number, error in told.items():
+        if not LOST.search(error):
+            return f"process {number} failed\n{error}"
+    for number, status, _ in exits:
+        if status > 0 and number not in told:
+            return f"process {number} ended with status {status}\n{_tail(logs, number)}"
     if stopped:
         return ""
-    for number, status, _ in exits:
-        return f"process {number} ended with status {status}\n{_tail(logs, number)}"
+    for number, error in told.items():
+        return f"process {number} failed\n{error}"
     return "torchrun failed\n" + "\n".join(said[-TAIL:])
 
 

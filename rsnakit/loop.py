@@ -5,7 +5,6 @@ all batches of a step added up, unscaled before they are clipped, schedule and a
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -74,27 +73,27 @@ def train_one_epoch(
     Raises:
         FloatingPointError: the loss is NaN or infinite where no scaler is there to skip the step, or a scaler skipped
             `MAX_SKIPS` steps in a row.
-        ValueError: the loader gave nothing.
+        ValueError: the loader gave nothing, or other batches than `steps` says.
     """
     model.train()
-    tally = Tally() if tally is None else tally
-    with progress.bar(_length(loader), description) as bar, _watched(optimizer) as moved:
+    tally, place = Tally() if tally is None else tally, torch.device(device)
+    with progress.bar(_length(loader), description) as bar, _watched(optimizer, scaler) as step:
         for batches, count, items in optimizer_steps(loader, steps):
             optimizer.zero_grad(set_to_none=True)
             for number, batch in enumerate(batches, start=1):
                 # Gradients add up in place; processors exchange them once a step, in the backward pass of its last batch.
                 with contextlib.nullcontext() if number == count else distributed.no_sync(model):
-                    outputs, loss = _loss(model, batch, loss_of, device, precision, mix)
+                    outputs, loss = _loss(model, batch, loss_of, place, precision, mix)
                     # Batches of a step may differ in size, and processors' gradients are averaged: both are made up for.
-                    share = len(batch["item"]) * distributed.world() / items
-                    scaler.scale(loss * share).backward()
+                    share = batch["item"].shape[0] * distributed.world() / items
+                    scaler.scale(loss if share == 1 else loss * share).backward()
                 # Kept on the device; reading it now would make the loop wait for every step.
                 tally.add(loss, outputs["cancer"], batch)
                 bar.update()
 
             scaler.unscale_(optimizer)  # before clipping: a norm of scaled gradients would mean nothing
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
-            taken = moved(lambda: scaler.step(optimizer))  # with fp16 not where gradients overflowed
+            taken = step()  # by the scaler: with fp16 not where gradients overflowed
             scaler.update()
             tally.add_step(norm, taken)
             if taken:
@@ -138,10 +137,10 @@ def evaluate(
         FloatingPointError: the loss is NaN or infinite.
     """
     model.eval()
-    tally = Tally()
+    tally, place = Tally(), torch.device(device)
     with progress.bar(_length(loader), description) as bar:
         for batch in loader:
-            outputs, loss = _loss(model, batch, loss_of, device, precision)
+            outputs, loss = _loss(model, batch, loss_of, place, precision)
             tally.add(loss, outputs["cancer"], batch)
             bar.update()
             if after_batch is not None:
@@ -153,7 +152,7 @@ def evaluate(
     return Scored(scored.items[order], scored.scores[order], scored.loss)
 
 
-def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
+def autocast(device: str | torch.device, precision: str) -> contextlib.AbstractContextManager:
     """The context in which forward runs in `fp32`, `bf16` or `fp16`."""
     # Without gradients nothing is cached: torch up to 2.10 at least would hand weights that were cast so to a training step
     # in the same outer context, which then has no gradients.
@@ -167,20 +166,34 @@ def optimizer_steps(loader: Iterable, steps: Sequence[Sequence[int]] | None) -> 
     world = distributed.world()
     if steps is None:
         for batch in loader:
-            yield iter([batch]), 1, len(batch["item"]) * world
+            yield iter([batch]), 1, batch["item"].shape[0] * world
         return
     batches = iter(loader)
     for sizes in steps:
-        count = len(sizes) // world
-        yield itertools.islice(batches, count), count, sum(sizes)
+        count = len(sizes[distributed.rank() :: world])
+        yield _next(batches, count), count, sum(sizes)
+
+
+def _next(batches: Iterator, count: int) -> Iterator:
+    """The next so many."""
+    for number in range(count):
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError(
+                f"the loader gave {number} of the {count} batches of a step: loader and steps do not belong together"
+            )
+        yield batch
 
 
 def _loss(
-    model: nn.Module, batch: Tensors, loss_of: Loss, device: str, precision: str, mix: mixing.Mix | None = None
+    model: nn.Module, batch: Tensors, loss_of: Loss, device: torch.device, precision: str, mix: mixing.Mix | None = None
 ) -> tuple[Tensors, torch.Tensor]:
     """The model's logits for a batch, and their loss in float32."""
     images = batch["image"].to(device, non_blocking=True)
-    lam = mix(images) if mix is not None else 1.0
+    lam = 1.0
+    if mix is not None:
+        images = images.clone() if images is batch["image"] else images  # it mixes in place, and the batch is not ours
+        lam = mix(images)
     # These stay where the loader put them: the model picks the views that are there, and on a device that would make it wait.
     views = {name: batch[name] for name in VIEWS if name in batch}
     with autocast(device, precision):
@@ -193,19 +206,22 @@ def _loss(
 
 
 @contextlib.contextmanager
-def _watched(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Callable], bool]]:
-    """A way to run the scaler's step and know whether the optimiser took it: the scaler reads its overflow flag from the device
-    and keeps it to itself, and asking it for the scale would be a second reading."""
+def _watched(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> Iterator[Callable[[], bool]]:
+    """The scaler's step as a function that says whether the optimiser took it: the scaler reads its overflow flag from the
+    device and keeps it to itself, and asking it for the scale would be a second reading."""
+    if not scaler.is_enabled():
+        yield lambda: (scaler.step(optimizer), True)[1]
+        return
     taken = []
     hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
 
-    def run(step: Callable) -> bool:
+    def step() -> bool:
         taken.clear()
-        step()
+        scaler.step(optimizer)
         return bool(taken)
 
     try:
-        yield run
+        yield step
     finally:
         hook.remove()
 

@@ -159,11 +159,13 @@ def _typed(values: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[dict
     for name, (hint, field) in settings.items():
         if name not in values:
             continue
+        value = values[name]
+        if value is False and "off" in (field.metadata.get("choices") or ()):
+            value = "off"  # as YAML reads a bare off
         try:
-            typed[name] = convert(values[name], hint)
+            typed[name] = convert(value, hint)
             check(typed[name], **bounds(field))
         except ValueError:
-            value = values[name]
             problems.append(f"{name}: got {value!r} ({type(value).__name__}), expected {expected(hint, field)}")
     return typed, problems
 

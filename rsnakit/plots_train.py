@@ -76,7 +76,9 @@ def precision_recall(
     """
     breasts = breasts[np.isfinite(breasts["score"].astype(float))]
     labels, scores = breasts["cancer"].to_numpy() == 1, breasts["score"].to_numpy(float)
-    if labels.all() or not labels.any():  # no rows: both
+    if breasts.empty:
+        return look.nothing("No scores to show")
+    if labels.all() or not labels.any():
         return look.nothing(
             f"No precision and recall: {labels.sum():,} of {len(breasts):,} breasts have cancer, and both kinds are needed"
         )

@@ -4,6 +4,7 @@ A bar is drawn at most once a second, so that a long training does not fill a no
 when a value is worth reading from the device). In a notebook all bars of a cell, one after another, are one widget.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -84,7 +85,8 @@ class Follower:
         if text or not mark:
             tqdm.write(text)
         if mark:
-            self._move(json.loads(state))
+            with contextlib.suppress(ValueError):  # its writer was killed within the line
+                self._move(json.loads(state))
 
     def _move(self, state: dict[str, Any]) -> None:
         of = state["total"], state["description"]

@@ -6,7 +6,7 @@ import warnings
 from functools import partial
 
 import torch
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -55,6 +55,8 @@ class TrainConfig:
         if self.optimizer not in list_optimizers():
             near = ", ".join(difflib.get_close_matches(self.optimizer, list_optimizers(), 4, cutoff=0.3))
             raise ValueError(f"optimizer: timm has no {self.optimizer!r}; near it: {near}")
+        if get_optimizer_info(self.optimizer).second_order:
+            raise ValueError(f"optimizer: {self.optimizer} wants second derivatives, which this loop does not compute")
         if self.negatives_per_epoch and not self.negatives_per_positive:
             raise ValueError(
                 "negatives_per_epoch: with negatives_per_positive=0 an epoch is every row once; give it a ratio too"
@@ -82,16 +84,19 @@ def make_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -
     Args:
         fused: one kernel for all weights, where torch has one for this optimiser. Not with a gradient scaler: a fused
             step is left out on the device, and whoever counts steps would not know.
+
+    Raises:
+        ValueError: it needs a package or a GPU that is not there.
     """
     options = {"opt": config.optimizer, "lr": config.lr, "weight_decay": config.weight_decay}
     if config.layer_decay < 1:
         options["layer_decay"] = config.layer_decay
-    if fused:
+    for more in ({"fused": True}, {}) if fused else ({},):  # timm's own optimisers have no fused step
         try:
-            return create_optimizer_v2(model, fused=True, **options)
-        except (TypeError, RuntimeError, ValueError, AssertionError):
-            pass  # timm's own optimisers have none
-    return create_optimizer_v2(model, **options)
+            return create_optimizer_v2(model, **options, **more)
+        except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+            problem = error
+    raise ValueError(f"optimizer: {config.optimizer} cannot be made here ({problem}); take another") from problem
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, steps: int) -> CosineLRScheduler:

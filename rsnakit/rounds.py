@@ -102,6 +102,7 @@ class Rounds:
         state = self.trainer.state()
         if distributed.is_main():
             checkpoint.save(self.folder, state, self.trainer.loop.keep_last)
+        distributed.gather(None)  # torchrun ends all once one has ended, and this one may be told to next
 
     def _keep(self, model, oof: pd.DataFrame) -> None:
         """Writes a model's weights with their out-of-fold scores and all that inference needs to use them."""

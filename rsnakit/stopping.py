@@ -20,6 +20,8 @@ class Stop:
     again, for them: what was told to end ends, with the exit status that its parent expects. Put it around whatever has to
     be tidied up (a lock), not within.
 
+    One within another has heard what the outer one has heard, and hands on what it hears.
+
     Signals are noted in a process's main thread only, which alone may set handlers, and only in the process that made the
     object: in a forked child they do what they did before. One that was ignored (`nohup`) stays ignored.
 
@@ -31,6 +33,7 @@ class Stop:
         self.deadline = deadline
         self._caught: list[int] = []
         self._before: dict[int, object] = {}
+        self._outer: Stop | None = None
 
     def __enter__(self) -> "Stop":
         self._caught, self._before, self._pid, self._leaving = [], {}, os.getpid(), None
@@ -40,6 +43,7 @@ class Stop:
                 if before not in (signal.SIG_IGN, None):  # None: set by other than Python, which could not put it back
                     self._before[number] = before
                     signal.signal(number, self._handle)
+        self._outer = next((found for found in map(_stop_of, self._before.values()) if found), None)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,7 +60,7 @@ class Stop:
         """An outer Stop hears of all; other handlers of Ctrl-C only where it came while leaving, when nobody could see it."""
         for place, number in enumerate(self._caught):
             before = self._before[number]
-            if number == signal.SIGTERM or place >= self._leaving or _is_stop(before):
+            if number == signal.SIGTERM or place >= self._leaving or _stop_of(before):
                 if before is signal.SIG_DFL:
                     _flush()  # the process ends on the spot, and what it has just printed would be lost
                 signal.raise_signal(number)
@@ -64,17 +68,20 @@ class Stop:
     @property
     def reason(self) -> str:
         """`SIGTERM` or `Ctrl-C`, whichever came first, `max_hours` once the deadline has passed, else an empty string."""
-        if self._caught:
-            return NAMES[self._caught[0]]
+        if heard := self._heard():
+            return NAMES[heard[0]]
         return "max_hours" if time.monotonic() > self.deadline else ""
 
     def asked(self) -> bool:
         return bool(self.reason)
 
+    def _heard(self) -> list[int]:
+        return [*(self._outer._heard() if self._outer else []), *self._caught]
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             self._as_before(number, frame)
-        elif number == signal.SIGINT and number in self._caught and self._leaving is None:
+        elif number == signal.SIGINT and number in self._heard() and self._leaving is None:
             raise KeyboardInterrupt
         else:
             self._caught.append(number)
@@ -88,8 +95,10 @@ class Stop:
             signal.raise_signal(number)
 
 
-def _is_stop(handler: object) -> bool:
-    return isinstance(getattr(handler, "__self__", None), Stop)
+def _stop_of(handler: object) -> Stop | None:
+    """The one whose handler it is."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, Stop) else None
 
 
 def _flush() -> None:

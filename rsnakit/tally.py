@@ -54,7 +54,7 @@ class Tally:
     def add_step(self, norm: torch.Tensor, taken: bool) -> None:
         """Notes an optimiser step: the gradients' norm () before clipping, and whether it was taken."""
         if taken:
-            self._new["norms"].append(norm.detach())
+            self._new["norms"].append(norm)
             self.taken, self.in_a_row = self.taken + 1, 0
         else:
             self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
@@ -72,9 +72,13 @@ class Tally:
         if not new["losses"]:
             return
         self._new = {name: [] for name in PARTS}
-        counts = [len(items) for items in new["items"]]
-        on_device = torch.cat([torch.stack(new["losses"]).float(), *(part.float() for part in new["logits"]),
-                               *(norm.float()[None] for norm in new["norms"])]).cpu().numpy()  # fmt: skip
+        counts = [items.shape[0] for items in new["items"]]
+        parts = [
+            torch.stack(new["losses"]),
+            torch.cat(new["logits"]),
+            *([torch.stack(new["norms"])] if new["norms"] else []),
+        ]
+        on_device = torch.cat([part.float() for part in parts]).cpu().numpy()
         losses, logits, norms = np.split(on_device, [len(counts), len(counts) + sum(counts)])
         values = (
             losses,

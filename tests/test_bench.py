@@ -15,8 +15,11 @@ from pydicom import uid
 BENCH = Path(__file__).parent / "bench"
 sys.path.insert(0, str(BENCH))
 
+import amp_time  # noqa: E402
 import build_time  # noqa: E402
 import dicom_time  # noqa: E402
+import loader_time  # noqa: E402
+import loop_time  # noqa: E402
 import samples  # noqa: E402
 import stages  # noqa: E402
 import store_time  # noqa: E402
@@ -268,6 +271,117 @@ def test_the_peak_of_a_childs_memory_is_seen():
         turn.call((4096, 4096))  # 128 MiB of int64
         turn.close()
     assert 134 < max(memory.mb.values()) < 1000
+
+
+# Training
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [name for name in loop_time.WAYS if name != loop_time.BARE])
+def test_every_loop_does_what_the_bare_one_does(name, precision):
+    package = {"Fabric": "lightning", "Lightning Trainer": "lightning", "Accelerate": "accelerate"}.get(name)
+    if package:
+        pytest.importorskip(package, reason="pip install -r tests/bench/requirements.txt brings it")
+    if name == "Accelerate":  # it has one precision a process, and in a measurement a process of its own
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+    bare = loop_time.open_bare(precision, 30)()
+    found = loop_time.WAYS[name](precision, 30)()
+    loop_time.check_alike(name, found, bare)
+    assert found.seconds > 0 and found.items.tolist() == list(range(30 * loop_time.BATCH))
+    assert np.ptp(found.scores) > 0.1
+
+
+def test_a_loop_that_does_other_work_is_not_compared():
+    bare = loop_time.open_bare("fp32", 30)()
+    shorter = loop_time.open_bare("fp32", 29)()
+    for other, what in (
+        (bare._replace(items=shorter.items), "items"),
+        (bare._replace(weights=bare.weights + 0.01), "weights"),
+        (bare._replace(loss=bare.loss * 1.1), "loss"),
+    ):
+        with pytest.raises(RuntimeError, match=f"other {what}"):
+            loop_time.check_alike("x", other, bare)
+
+
+def test_loop_time_takes_turns_and_leaves_out_what_is_not_installed(monkeypatch):
+    """Here in one process: what a process of its own is for is tested above."""
+    calls = []
+
+    class Here:
+        def __init__(self, opener, *args):
+            self.name = opener.__name__
+            self.way = opener(*args) if opener is not broken else None
+
+        def call(self, keep):
+            calls.append(self.name)
+            return turns.Call(1, 1, self.way()) if self.way else turns.Call(0, 0, error="ModuleNotFoundError: x")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(turns, "Turn", Here)
+    monkeypatch.setitem(loop_time.WAYS, "Fabric", broken)
+    seconds, failed = loop_time.measure("fp32", 5, 2, (loop_time.OURS, loop_time.BARE, "Fabric"))
+    assert calls == ["open_rsnakit", "open_bare", "broken", "open_rsnakit", "open_bare", "open_bare", "open_rsnakit"]
+    assert {name: len(each) for name, each in seconds.items()} == {loop_time.OURS: 2, loop_time.BARE: 2}
+    assert failed == {"Fabric": "ModuleNotFoundError: x"}
+
+
+def test_the_loops_verdict_names_who_is_faster():
+    seconds = {"rsnakit": [1.2, 2.4], "bare loop": [1.0, 2.0], "Fabric": [1.1, 2.2], "Lightning Trainer": [3.0, 6.0]}
+    rows = loop_time.rows_of(seconds, 1000)
+    assert [row["times the bare loop"] for row in rows] == pytest.approx([1.2, 1.0, 1.1, 3.0])
+    assert rows[0]["µs a step"] == pytest.approx(1800)
+    assert loop_time.verdict(rows, {}) == {
+        "within 1.3 times the bare loop": "yes",
+        "below each of the others": "no: Fabric",
+    }
+    slow = {**seconds, "rsnakit": [1.4, 2.8], "Fabric": [1.2, 2.4]}
+    verdict = loop_time.verdict(loop_time.rows_of(slow, 1000), {"Accelerate": "not there"})
+    assert verdict == {
+        "within 1.3 times the bare loop": "no: 1.40",
+        "below each of the others": "no: Fabric",
+        "could not run": "Accelerate (not there)",
+    }
+
+
+def test_amp_time_times_forward_and_step_in_both_precisions():
+    rows, times = amp_time.measure("resnet18", 2, 32, 2)
+    assert [row["what"] for row in rows] == ["forward", "forward and backward"]
+    assert all(len(each) == 2 and all(0 < forward < step for forward, step in each) for each in times.values())
+    assert rows[1]["fp32, ms"] == pytest.approx(500 * sum(step for _, step in times["fp32"]))
+    assert rows[1]["from"] <= rows[1]["times as fast"] <= rows[1]["to"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("fpu avx512f", "no bf16 units"),
+        ("fpu avx512_bf16 amx_bf16 sse", "avx512_bf16, amx_bf16"),
+        ("amx_bf16", "amx_bf16"),
+    ],
+)
+def test_units_for_bf16_are_told(flags, found, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"model name : x\nflags : {flags}\n")
+    assert amp_time.units(tmp_path / "cpuinfo") == found
+    assert amp_time.units(tmp_path / "none") == "bf16 units unknown"
+
+
+def test_loader_time_loads_the_same_with_and_without_workers(tmp_path):
+    store = loader_time.make_store(tmp_path / "s", (64, 32))
+    row, rates = loader_time.measure(store, "light", 32, 1)
+    assert row["size"] == "64x32" and row["samples/s, 0 workers"] == rates[0][0] > 0
+    assert row["ratio"] == pytest.approx(rates[2][0] / rates[0][0])
+    loaded = [
+        [
+            (batch["item"].tolist(), batch["image"].sum().item())
+            for batch in loader_time.loader_of(store, "light", n, 32)[0]
+        ]
+        for n in (0, 2)
+    ]
+    assert loaded[0] == loaded[1] and sum(len(items) for items, _ in loaded[0]) == 32
 
 
 # What is told

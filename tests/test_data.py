@@ -1,8 +1,12 @@
 """Datasets and their batches: the same sample whoever loads it, and small to send."""
 
 import hashlib
+import os
 import pickle
 import pickletools
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import cv2
@@ -10,19 +14,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from rsnakit import augment, store
-from rsnakit.data import (
-    BalancedSampler,
-    MammogramDataset,
-    collate,
-    grouped,
-    one_thread,
-    per_breast,
-    sample_seed,
-    usable,
-)
+from rsnakit.data import MammogramDataset, collate, grouped, per_breast, sample_seed, usable, worker_init
+from rsnakit.samplers import BalancedSampler, StepBatches
 
 SHAPE = (32, 24)
 SETTINGS = {"height": SHAPE[0], "width": SHAPE[1]}
@@ -58,6 +54,19 @@ def small(images, tmp_path_factory) -> store.Store:
 
 def frame(image_ids, cancer=None) -> pd.DataFrame:
     return pd.DataFrame({"image_id": list(image_ids), "cancer": cancer if cancer is not None else 0})
+
+
+# 1_L has three images, in two kinds of view; 1_R two of one kind; 2_L one, from the side.
+BREASTS = pd.DataFrame(
+    {
+        "image_id": ["03", "00", "05", "01", "04", "02"],
+        "breast_id": ["1_L", "1_R", "1_L", "1_L", "1_R", "2_L"],
+        "view": ["MLO", "CC", "CC", "CC", "CC", "AT"],
+        "cancer": [1, 0, 1, 1, 0, 0],
+        "BIRADS": [0.0, 2.0, np.nan, 0.0, 1.0, np.nan],
+        "difficult_negative_case": [False, True, False, False, True, True],
+    }
+)
 
 
 # --- the dataset --------------------------------------------------------------------------------------------------------
@@ -161,77 +170,144 @@ def test_a_sent_dataset_finds_its_images_in_a_store_that_has_grown(tmp_path, ima
 # --- loading in processes -----------------------------------------------------------------------------------------------
 
 
-def quiet(worker: int) -> None:
-    one_thread(worker)  # what training gives its own workers
-    assert cv2.getNumThreads() <= 1
+def hash_of(image: torch.Tensor) -> str:
+    return hashlib.sha256(image.numpy().tobytes()).hexdigest()[:12]
 
 
-def hashes(batches) -> list[tuple[int, str]]:
-    return [
-        (item, hashlib.sha256(image.numpy().tobytes()).hexdigest()[:12])
-        for batch in batches
-        for item, image in zip(batch["item"].tolist(), batch["image"], strict=True)
-    ]
+def one_positive(small: store.Store, unit: str = "image") -> MammogramDataset:
+    """43 items that all show the same, augmented; one of them positive."""
+    table = BREASTS[BREASTS["breast_id"] == "1_L"] if unit == "breast" else BREASTS[:1]
+    table = pd.concat([table.assign(breast_id=f"{n}_L", cancer=int(n == 20)) for n in range(43)], ignore_index=True)
+    return MammogramDataset(table, small, augment.build("second_place", *SHAPE), unit, seed=4, draw=True)
 
 
-def three_epochs(small: store.Store, workers: int, context: str | None = None, epochs=(0, 1, 2)) -> list[list]:
-    """What 16 rows with one and the same image look like, epoch by epoch."""
-    dataset = MammogramDataset(frame(["02"] * 16), small, augment.build("heavy", *SHAPE), seed=4)
-    sampler = BalancedSampler([0, 1] * 8, 0, 4, seed=4)
+def batches_of(dataset: MammogramDataset, rank: int = 0, world: int = 1) -> StepBatches:
+    """Three steps of two batches; 42 negatives and seven times the positive."""
+    return StepBatches(BalancedSampler(dataset.labels, 6, 9, seed=4, accumulate=2), rank, world)
+
+
+def looks(dataset, batches: StepBatches, workers: int, context: str | None = None, epochs=(0, 1), start=0) -> list:
+    """For each epoch its batches, of (item, hash of its image)."""
     loader = DataLoader(
-        dataset, 4, sampler=sampler, num_workers=workers, multiprocessing_context=context, worker_init_fn=quiet,
-        persistent_workers=workers > 0,
+        dataset, batch_sampler=batches, num_workers=workers, multiprocessing_context=context, collate_fn=collate,
+        worker_init_fn=worker_init, persistent_workers=workers > 0, timeout=120 if workers else 0,
     )  # fmt: skip
     seen = []
     for epoch in epochs:
-        sampler.set_epoch(epoch)
-        seen.append(hashes(loader))
+        batches.sampler.set_epoch(epoch)
+        batches.start = start
+        seen.append([list(zip(b["item"].tolist(), map(hash_of, b["image"]), strict=True)) for b in loader])
     return seen
 
 
-def test_sixteen_copies_look_sixteen_ways_with_any_number_of_workers(small):
-    # A01
-    expected = three_epochs(small, 0)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("unit", ["image", "breast"])
+def test_a_sample_looks_the_same_whoever_loads_it(small, unit):
+    # A01, C04: decided by seed, epoch and position in the epoch's order alone
+    dataset = one_positive(small, unit)
+    expected = looks(dataset, batches_of(dataset), 0, epochs=(0, 1, 2))
+    everything = [look for epoch in expected for batch in epoch for _, look in batch]
+    assert len(everything) == len(set(everything)) == 3 * 49  # no two alike, in an epoch or across them
     for epoch in expected:
-        assert sorted(item for item, _ in epoch) == list(range(16))
-        assert len({look for _, look in epoch}) >= 15
-    looks = [look for epoch in expected for _, look in epoch]
-    assert len(set(looks)) >= 45  # no epoch repeats another
-    orders = {tuple(item for item, _ in epoch) for epoch in expected}
-    assert len(orders) == 3
-    assert three_epochs(small, 2, "fork") == expected
-    assert three_epochs(small, 0, epochs=(2,)) == expected[2:]  # after a resume
-    assert three_epochs(small, 1, "fork", epochs=(1, 2)) == expected[1:]
+        assert [item for batch in epoch for item, _ in batch].count(20) == 7  # so the positive looks seven ways
+        assert [len(batch) for batch in epoch] == [9, 8, 8, 8, 8, 8]
+    assert len({tuple(item for batch in epoch for item, _ in batch) for epoch in expected}) == 3
+    for workers in (2, 4):
+        assert looks(dataset, batches_of(dataset), workers, "fork", epochs=(0, 1, 2)) == expected
+    # After a resume, within an epoch too.
+    for workers in (0, 2):
+        assert looks(dataset, batches_of(dataset), workers, epochs=(1, 2), start=2) == [e[4:] for e in expected[1:]]
+    # On two processors: every other batch of a step.
+    for rank in (0, 1):
+        for workers in (0, 2):
+            share = looks(dataset, batches_of(dataset, rank, 2), workers, epochs=(2, 0))
+            assert share == [expected[2][rank::2], expected[0][rank::2]]
+    # A spawned worker gets a copy.
+    assert looks(pickle.loads(pickle.dumps(dataset)), batches_of(dataset, 1, 2), 0) == [e[1::2] for e in expected[:2]]
 
 
 def test_spawned_workers_give_the_same(small):
     # A05
-    assert three_epochs(small, 1, "spawn", epochs=(1,)) == three_epochs(small, 0, epochs=(1,))
+    dataset = one_positive(small)
+    assert looks(dataset, batches_of(dataset), 1, "spawn") == looks(dataset, batches_of(dataset), 0)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("unit, context, workers", [("image", "spawn", 4), ("breast", "forkserver", 2)])
+def test_workers_begun_in_any_way_give_the_same(small, unit, context, workers):
+    # A01, A05
+    dataset = one_positive(small, unit)
+    share = looks(dataset, batches_of(dataset, 1, 2), workers, context, start=1)
+    assert share == looks(dataset, batches_of(dataset, 1, 2), 0, start=1)
+    assert share == [epoch[3::2] for epoch in looks(dataset, batches_of(dataset), 0)]
+
+
+def resized(image: np.ndarray, seed: int) -> np.ndarray:
+    """An augmentation that has OpenCV work on a large image."""
+    assert cv2.getNumThreads() <= 1 and torch.get_num_threads() == 1  # a worker's
+    cv2.resize(np.zeros((4000, 3000), np.float32), (1500, 2000))
+    return image
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_start_after_opencv_was_used_here(small):
     # A02
-    cv2.resize(np.zeros((4000, 3000), np.float32), (1500, 2000))  # its threads are up, and a fork does not copy them
-    dataset = MammogramDataset(frame(["02"] * 16), small, augment.build("heavy", *SHAPE))
+    threads = cv2.getNumThreads()
+    cv2.setNumThreads(4)
+    try:
+        cv2.resize(
+            np.zeros((4000, 3000), np.float32), (1500, 2000)
+        )  # its threads are up, and a fork does not copy them
+        dataset = MammogramDataset(frame(["02"] * 16), small, resized)
+        loader = DataLoader(
+            dataset, 4, num_workers=4, multiprocessing_context="fork", worker_init_fn=worker_init, timeout=60
+        )  # a loader that hangs raises after a minute
+        assert [len(batch["item"]) for _ in range(2) for batch in loader] == [4] * 8
+    finally:
+        cv2.setNumThreads(threads)
+
+
+class Processes(Dataset):
+    """Each item is the number of the process that loads it."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, item: int) -> int:
+        time.sleep(0.01)
+        return os.getpid()
+
+
+@pytest.fixture
+def noted():
+    """SIGTERM is only taken note of in this process, as in a training that ends cleanly."""
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_worker_goes_on_at_ctrl_c_and_dies_at_sigterm(noted, context):
     loader = DataLoader(
-        dataset, 4, num_workers=2, multiprocessing_context="fork", worker_init_fn=quiet, timeout=60
-    )  # a loader that hangs raises after a minute
-    assert [len(batch["item"]) for _ in range(2) for batch in loader] == [4] * 8
+        Processes(), 1, num_workers=2, multiprocessing_context=context, worker_init_fn=worker_init, timeout=60
+    )
+    batches = iter(loader)
+    pids = {int(next(batches)), int(next(batches))}
+    assert len(pids) == 2 and os.getpid() not in pids
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+    assert {int(next(batches)) for _ in range(20)} == pids
+    # Not by its parent: that is how a loader ends its workers, and no failure.
+    subprocess.run(["kill", "-TERM", str(min(pids))], check=True)
+    # Its own words for it where the loader notices, else those of a pipe that has lost its other end.
+    with pytest.raises((RuntimeError, OSError, EOFError), match=r"worker|[Cc]onnection|pipe|^$|No such file"):
+        list(batches)
+    assert noted == []
 
 
 # --- breasts ------------------------------------------------------------------------------------------------------------
-
-# 1_L has three images, in two kinds of view; 1_R two of one kind; 2_L one, from the side.
-BREASTS = pd.DataFrame(
-    {
-        "image_id": ["03", "00", "05", "01", "04", "02"],
-        "breast_id": ["1_L", "1_R", "1_L", "1_L", "1_R", "2_L"],
-        "view": ["MLO", "CC", "CC", "CC", "CC", "AT"],
-        "cancer": [1, 0, 1, 1, 0, 0],
-        "BIRADS": [0.0, 2.0, np.nan, 0.0, 1.0, np.nan],
-        "difficult_negative_case": [False, True, False, False, True, True],
-    }
-)
 
 
 def which(view: torch.Tensor, images: dict[str, np.ndarray]) -> str:
@@ -280,33 +356,6 @@ def test_each_view_is_augmented_by_itself(small):  # A01
     for item in ((0, 0, 0), (0, 2, 5), (0, 5, 2), 0):
         dataset[item]
     assert calls[:3] == calls[9:] and len(set(calls[:9])) == 9 and all(0 <= seed < 2**32 for seed in calls)
-
-
-def breasts_loaded(small: store.Store, workers: int, context: str | None = None) -> list[tuple]:
-    """What two epochs of breasts look like that are all the same one."""
-    table = pd.concat([BREASTS[BREASTS["breast_id"] == "1_L"].assign(breast_id=f"{n}_L") for n in range(8)])
-    table = table.reset_index(drop=True)
-    dataset = MammogramDataset(table, small, augment.build("heavy", *SHAPE), "breast", seed=4, draw=True)
-    sampler = BalancedSampler([0, 1] * 4, 0, 4, seed=4)
-    loader = DataLoader(
-        dataset, 3, sampler=sampler, num_workers=workers, multiprocessing_context=context, worker_init_fn=quiet,
-        collate_fn=collate, persistent_workers=workers > 0,
-    )  # fmt: skip
-    seen = []
-    for epoch in (0, 1):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            for item, views in zip(batch["item"].tolist(), batch["image"], strict=True):
-                seen.append((item, *(hashlib.sha256(view.numpy().tobytes()).hexdigest() for view in views)))
-    return seen
-
-
-def test_breasts_look_the_same_with_any_number_of_workers(small):  # A01, A05
-    expected = breasts_loaded(small, 0)
-    assert len(expected) == 16 and all(len(views) == 3 for views in expected)
-    assert len({look for _, *views in expected for look in views}) >= 30
-    assert breasts_loaded(small, 2, "fork") == expected
-    assert breasts_loaded(small, 1, "spawn") == expected
 
 
 def test_auxiliary_targets_come_with_each_item(small):

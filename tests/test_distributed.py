@@ -6,11 +6,12 @@ Each start of torch takes seconds, so one start checks many things. This file is
 import contextlib
 import copy
 import json
-import math
 import multiprocessing
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from rsnakit import distributed, progress, stopping
+from rsnakit import distributed, launching, progress, stopping
 from rsnakit.distributed import batches_a_step, processes
 from rsnakit.files import _process_start
 
@@ -80,7 +81,9 @@ def check_all(folder: Path) -> dict:
     sum(loss_of(alone, batch) / 4 for batch in batches).backward()
     pairs = {name: (p.grad, dict(alone.named_parameters())[name].grad) for name, p in model.named_parameters()}
     found["no_gradient"] = [name for name, (a, b) in pairs.items() if a is None and b is None]
-    found["apart"] = {name: float((a - b).abs().max()) for name, (a, b) in pairs.items() if b is not None and a is not None}
+    found["apart"] = {
+        name: float((a - b).abs().max()) for name, (a, b) in pairs.items() if b is not None and a is not None
+    }
     found["largest"] = max(float(b.abs().max()) for _, b in pairs.values() if b is not None)
     model(batches[0])  # a pass of evaluation on one process alone waits for no other
     for _ in range(2):  # a second step, and one more
@@ -117,7 +120,7 @@ def scribble(folder: Path, name: str) -> None:
 
 def main(folder: Path) -> None:
     distributed.end_with_parent()
-    device = distributed.join("auto" if not torch.cuda.is_available() else "cpu")
+    device = distributed.join("cpu" if torch.cuda.is_available() else "auto")
     rank = distributed.rank()
     if folder.name == "checked":
         print(f"says {rank} on {device}, {os.environ['OMP_NUM_THREADS']} threads")
@@ -138,7 +141,9 @@ def main(folder: Path) -> None:
     if folder.name == "stopped":
         saves_when_asked(folder)
     if folder.name == "orphaned":
-        multiprocessing.get_context("fork").Process(target=scribble, args=(folder, f"worker{rank}"), daemon=True).start()
+        multiprocessing.get_context("fork").Process(
+            target=scribble, args=(folder, f"worker{rank}"), daemon=True
+        ).start()
         scribble(folder, f"rank{rank}")
     distributed.leave()
 
@@ -148,6 +153,7 @@ def main(folder: Path) -> None:
 
 def launched(folder: Path) -> None:
     """In a fork of this process: launches, and writes what came of it."""
+    os.setsid()  # as a notebook's kernel, whose whole group gets what a person sends it
     os.environ["PYTHONPATH"] = str(TESTS)
     os.environ.pop("OMP_NUM_THREADS", None)
     with open(folder / "shown.txt", "w", buffering=1) as shown:
@@ -197,7 +203,7 @@ def test_a_killed_launcher_takes_all_with_it(launches):
     wait_for(lambda: len([path for path in folder.glob("scribbled_*") if path.stat().st_size]) == 4)
     pids = {int(path.read_text().split()[0]) for path in folder.glob("scribbled_*")}
     assert len(pids) == 4 and all(_process_start(pid) for pid in pids)
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)
     begun = time.monotonic()
     wait_for(lambda: not any(_process_start(pid) for pid in pids), 5)
     print(f"gone after {time.monotonic() - begun:.1f} s")
@@ -209,12 +215,12 @@ def test_a_killed_launcher_takes_all_with_it(launches):
 def test_ctrl_c_lets_the_processes_save(launches):
     process, folder = launches["stopped"]
     wait_for(lambda: len(list(folder.glob("looping*"))) == 2)
-    os.kill(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     ended = outcome(launches, "stopped")
     assert ended.get("returned") == "Ctrl-C", ended
     assert {path.read_text() for path in folder.glob("saved*")} == {"SIGTERM"}
     assert len(list(folder.glob("saved*"))) == 2
-    assert ended["shown"] == ""  # of torchrun's own lines about signals
+    assert ended["shown"] == "Ctrl-C: 2 processes finish their step and save\n"  # and no lines of torchrun's
 
 
 def test_a_killed_process_ends_the_others_and_is_named(launches):
@@ -342,14 +348,15 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 def test_batches_are_shared_evenly():
     assert [batches_a_step(a, n) for a, n in ((0, 1), (0, 4), (1, 1), (8, 4), (2, 2), (3, 1))] == [1, 4, 1, 8, 2, 3]
-    with pytest.raises(ValueError, match="accumulate: 3 .* by 2 processes; take 2 or 4"):
+    with pytest.raises(ValueError, match=r"accumulate: 3 .* by 2 processes; take 2 or 4"):
         batches_a_step(3, 2)
-    with pytest.raises(ValueError, match="accumulate: 1 .* by 2 processes; take 2,"):
+    with pytest.raises(ValueError, match=r"accumulate: 1 .* by 2 processes; take 2,"):
         batches_a_step(1, 2)
 
 
 def test_the_line_for_several_machines():
     import shlex
+
     from torch.distributed.run import get_args_parser
 
     words = shlex.split(distributed.command(Path("/data/my runs/x")))
@@ -359,6 +366,230 @@ def test_the_line_for_several_machines():
     assert (arguments.module, arguments.training_script) == (True, "rsnakit.engine")
     assert arguments.training_script_args == ["/data/my runs/x"]
     assert (arguments.nnodes, arguments.rdzv_backend, arguments.rdzv_endpoint) == ("2", "c10d", "HOST:29500")
+
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:30132."
+FAILED = """E1201 launcher: failed (exitcode: {1}) local_rank: 1 (pid: 26027) of binary: python
+============================================================
+Failures:
+[1]:
+  time      : 2026-12-01_00:59:55
+  rank      : 0 (local_rank: 0)
+  exitcode  : {0} (pid: 26026)
+  error_file: <N/A>
+  traceback : Traceback (most recent call last):
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-12-01_00:59:55
+  rank      : 1 (local_rank: 1)
+  exitcode  : {1} (pid: 26027)  (SIGNAL)
+============================================================"""
+SENT = "W1201 00:59:55.743 Sending process 26026 closing signal SIGTERM\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "told", "stopped", "expected"),
+    [
+        (SENT + FAILED.format(1, 3), {0: LOST}, False, "process 1 ended with status 3\nlast words"),
+        (SENT + FAILED.format(-15, -15), {}, False, "process 1 (pid 26027) was killed by SIGTERM\nlast words"),
+        # One that torchrun killed after 30 s is not what failed.
+        (SENT + FAILED.format(-9, 1), {1: "ValueError: no"}, False, "process 1 failed\nValueError: no"),
+        (FAILED.format(1, 1), {0: LOST, 1: "ValueError: no"}, False, "process 1 failed\nValueError: no"),
+        (FAILED.format(1, 1), {1: "ValueError: b", 0: "ValueError: a"}, False, "process 1 failed\nValueError: b"),
+        (SENT + FAILED.format(-15, 1), {1: LOST}, False, f"process 1 failed\n{LOST}"),
+        (FAILED.format(-15, -15), {}, True, ""),
+        (FAILED.format(1, -15), {0: LOST}, True, ""),
+        (FAILED.format(1, -15), {0: "OSError: disk full"}, True, "process 0 failed\nOSError: disk full"),
+        (FAILED.format(-15, -9), {}, True, "process 1 (pid 26027) was killed by SIGKILL: as a rule"),
+        ("ValueError: no rendezvous", {}, False, "torchrun failed\nValueError: no rendezvous"),
+    ],
+)
+def test_the_process_that_failed_is_found(said, told, stopped, expected, tmp_path):
+    """Whatever the others then fail of, and however torchrun ends them."""
+    for number in (0, 1):
+        (tmp_path / f"run/attempt_0/{number}").mkdir(parents=True)
+        (tmp_path / f"run/attempt_0/{number}/stderr.log").write_text("last words\n" if number else "")
+    for age, (number, text) in enumerate(told.items()):
+        path = tmp_path / f"run/attempt_0/{number}/error.json"
+        path.write_text(json.dumps({"message": {"message": "", "extraInfo": {"py_callstack": text}}}))
+        os.utime(path, (100 + age, 100 + age))
+    found = launching._failure(said.splitlines(), tmp_path, stopped)
+    assert found.startswith(expected) and bool(found) == bool(expected)
+
+
+# --- training in earnest
+
+
+@pytest.fixture(scope="module")
+def trained(competition, store, table):
+    """A way to train a small model without BatchNorm and dropout in a work folder; gives the run's folder."""
+    from rsnakit import data, engine, models, preprocess, runs
+    from rsnakit.env import RunConfig
+
+    model = models.ModelConfig(backbone="test_convnext", weights="none", pooling="avg", dropout=0.0)
+
+    def train(work: Path, n_procs: int, epochs: int, max_hours: float = 0, workers: int = 0) -> Path:
+        config = engine.TrainConfig(
+            n_folds=2, epochs=epochs, batch_size=4, accumulate=2, lr=3e-3, negatives_per_positive=2.0, ema_decay=0.9
+        )
+        pixels = preprocess.PreprocessConfig(**store.manifest["preprocess"])
+        settings = runs.settings_of(pixels, model, config, data.fingerprint(table), is_demo=True, debug=False)
+        folder = runs.open_run(work, "one", settings)
+        run = RunConfig(device="cpu", fold="0", num_workers=workers, max_hours=max_hours)
+        loop = engine.LoopConfig(n_procs=n_procs, save_every=1)
+        engine.fit_folds(table, store, model, config, run, folder, loop, competition)
+        return folder
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def together(trained, tmp_path_factory) -> Path:
+    """Three epochs in two processes, without a break."""
+    return trained(tmp_path_factory.mktemp("together"), 2, 3)
+
+
+def history_of(folder: Path):
+    import pandas as pd
+
+    return pd.read_csv(folder / "fold0" / "history.csv").drop(columns="seconds")
+
+
+def scores_of(folder: Path):
+    from rsnakit import runs
+
+    return runs.read_oof(folder).set_index("image_id")["score"]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    from rsnakit import models
+
+    return models.read_weights(folder / "fold0" / "best.safetensors")
+
+
+def assert_same(a: Path, b: Path) -> None:
+    """Bit for bit."""
+    import pandas as pd
+
+    pd.testing.assert_frame_equal(history_of(a), history_of(b), check_exact=True)
+    pd.testing.assert_series_equal(scores_of(a), scores_of(b), check_exact=True)
+    assert weights_of(a).keys() == weights_of(b).keys()
+    assert all(torch.equal(tensor, weights_of(b)[name]) for name, tensor in weights_of(a).items())
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(trained, together, table, tmp_path):
+    """With the same batches and steps: one after another on one processor, or side by side. Also where one goes on with what
+    the other began, after an epoch and within one."""
+    import pandas as pd
+
+    from rsnakit import data
+
+    alone = trained(tmp_path / "alone", 1, 3)
+    columns = ["train_loss", "valid_loss", "ema_valid_loss"]
+    assert len(history_of(alone)) == 3 and history_of(alone)["train_loss"].nunique() == 3
+    pd.testing.assert_frame_equal(history_of(alone)[columns], history_of(together)[columns], rtol=0, atol=1e-4)
+    for folder in (alone, together):
+        scores = scores_of(folder)
+        held_out = table.loc[data.make_folds(table, 2, 0) == 0, "image_id"]
+        assert scores.index.is_unique and set(scores.index) == set(held_out) and scores.notna().all()
+    pd.testing.assert_series_equal(scores_of(alone), scores_of(together), rtol=0, atol=1e-4)
+
+    changing = trained(tmp_path / "changing", 1, 3, max_hours=1e-9)  # one step
+    assert not (changing / "fold0" / "history.csv").exists() and (changing / "fold0" / "last.pt").exists()
+    trained(tmp_path / "changing", 2, 3, max_hours=2e-4)  # a few
+    trained(tmp_path / "changing", 1, 3)
+    pd.testing.assert_frame_equal(history_of(alone)[columns], history_of(changing)[columns], rtol=0, atol=1e-4)
+    pd.testing.assert_series_equal(scores_of(alone), scores_of(changing), rtol=0, atol=1e-4)
+
+
+def fork_train(trained, work: Path) -> multiprocessing.Process:
+    """Training in two processes, each with a loader's worker, launched by a fork of this process."""
+
+    def run() -> None:
+        with open(work / "shown.txt", "a", buffering=1) as shown:
+            sys.stdout = sys.stderr = shown
+            try:
+                trained(work, 2, 3, workers=1)
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
+
+
+def ranks_of(work: Path) -> dict[int, str]:
+    """The processes that train in a work folder, their loaders' workers among them: rank by process number."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+            if str(work / "runs") in " ".join(words) and "torch.distributed.run" not in words:
+                environment = dict(w.split("=", 1) for w in (path / "environ").read_text().split("\0") if "=" in w)
+                found[int(path.name)] = environment["RANK"]
+    return found
+
+
+@pytest.mark.slow
+def test_stopped_and_killed_the_same_command_ends_the_same(trained, together, tmp_path):
+    """Ctrl-C, kill -9 of the notebook, kill -9 of one process of the two; bit for bit what two did without a break."""
+    last = tmp_path / "runs" / "one" / "fold0" / "last.pt"
+
+    def begin() -> multiprocessing.Process:
+        saved = last.stat().st_mtime_ns if last.exists() else 0
+        process = fork_train(trained, tmp_path)
+        wait_for(lambda: last.exists() and last.stat().st_mtime_ns > saved, 90)
+        assert process.is_alive(), (tmp_path / "shown.txt").read_text()
+        return process
+
+    process = begin()
+    os.kill(process.pid, signal.SIGINT)
+    process.join(30)
+    assert not process.is_alive() and not ranks_of(tmp_path)
+    shown = (tmp_path / "shown.txt").read_text()
+    assert "stopped by SIGTERM, saved" in shown and "Error" not in shown
+    assert not (last.parent / "lock.json").exists()
+
+    process = begin()
+    assert len(ranks_of(tmp_path)) == 4
+    process.kill()
+    wait_for(lambda: not ranks_of(tmp_path), 5)
+    written = {path: path.stat().st_mtime_ns for path in last.parent.iterdir()}
+    time.sleep(0.5)
+    assert {path: path.stat().st_mtime_ns for path in last.parent.iterdir()} == written
+
+    process = begin()
+    os.kill(next(pid for pid, rank in sorted(ranks_of(tmp_path).items()) if rank == "1"), signal.SIGKILL)
+    process.join(30)
+    assert not process.is_alive()
+    wait_for(lambda: not ranks_of(tmp_path), 10)  # a loader's worker of the one that was killed looks every 5 s
+    assert "RuntimeError: process 1 (pid" in (tmp_path / "shown.txt").read_text()
+
+    assert_same(trained(tmp_path, 2, 3), together)
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_two_processes_do(trained, together, tmp_path, capsys, monkeypatch):
+    """Two agents of torchrun, as on two machines that share a disk, with the line that the kit prints."""
+    folder = trained(tmp_path, -1, 3)
+    line = re.search(r"PYTHONPATH=.*", capsys.readouterr().out)[0]
+    assert not (folder / "fold0").exists()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = line.replace("HOST:29500", f"127.0.0.1:{port}")
+    assert "--nproc-per-node 1 " in line or torch.cuda.is_available()
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    agents = [
+        subprocess.Popen(line, shell=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    said = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert sum("epoch 3/3" in text for text in said) == 1  # the first process says it
+    assert_same(folder, together)
 
 
 if __name__ == "__main__":

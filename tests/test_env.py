@@ -150,6 +150,16 @@ def test_work_folder_order(machine, monkeypatch):
     assert all(not list(folder.iterdir()) for folder in (root / "elsewhere", root / "here/deep"))  # the trial is gone
 
 
+def test_a_drive_that_is_not_mounted_is_no_place_to_work(machine, monkeypatch):
+    """The folder would be made on Colab's own disk, which goes with the session."""
+    drive = machine["root"] / "content/drive"
+    with pytest.raises(OSError, match=r"drive is not mounted.*drive\.mount"):
+        env.work_folder(str(drive / "MyDrive/rsnakit"), environ={}, **machine)
+    assert not drive.exists()
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == drive)
+    assert env.work_folder(str(drive / "MyDrive/rsnakit"), environ={}, **machine).is_dir()
+
+
 def test_work_folder_that_cannot_be_written(machine, monkeypatch):
     (machine["root"] / "file").write_text("")
     with pytest.raises(OSError, match=r"cannot write to the work folder .*RSNAKIT_WORK"):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from rsnakit.failures import OutOfMemory, explained
 
-SAFE = "The checkpoint of epoch 3 is safe."
+SAFE = "fold0/last.pt, from which the same command goes on"
 REPOSITORY = Path(__file__).parents[1]
 TOO_MUCH = 10**15  # bytes
 
@@ -80,7 +80,7 @@ def test_the_main_memory_is_used_up(allocate, in_worker):
     message = str(error)
     for part in ("the main memory is used up", "num_workers", "grad_checkpointing=true", "batch_size", "accumulate"):
         assert part in message
-    assert message.endswith(SAFE) and "\n" not in message and "Traceback" not in message
+    assert message.endswith(f"Safe is {SAFE}.") and "\n" not in message and "Traceback" not in message
     assert error.__cause__ is not None and isinstance(error, RuntimeError)
     assert "llocate" in message  # the library's own words, with the size
 
@@ -88,7 +88,9 @@ def test_the_main_memory_is_used_up(allocate, in_worker):
 def test_a_worker_is_killed():
     """As the system does when the memory is used up."""
     error = refused(load(die, signal.SIGKILL))
-    assert "ended without a word" in str(error) and "num_workers" in str(error) and str(error).endswith(SAFE)
+    assert (
+        "ended without a word" in str(error) and "num_workers" in str(error) and str(error).endswith(f"Safe is {SAFE}.")
+    )
     assert "DataLoader worker" in str(error.__cause__)
     assert "batch_size" not in str(error)  # it changes the run, and would not help
 
@@ -122,7 +124,7 @@ def test_a_worker_dies_of_a_bus_error():  # A03
     error = refused(load(die, signal.SIGBUS))
     for part in ("shared memory /dev/shm", "num_workers", "--shm-size"):
         assert part in str(error)
-    assert str(error).endswith(SAFE) and "DataLoader worker" in str(error.__cause__)
+    assert str(error).endswith(f"Safe is {SAFE}.") and "DataLoader worker" in str(error.__cause__)
 
 
 def test_too_many_open_files():
@@ -138,7 +140,11 @@ def test_too_many_open_files():
         error = refused(load_all)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "too many files are open" in str(error) and "ulimit -n" in str(error) and str(error).endswith(SAFE)
+    assert (
+        "too many files are open" in str(error)
+        and "ulimit -n" in str(error)
+        and str(error).endswith(f"Safe is {SAFE}.")
+    )
 
 
 SCRIPT = """
@@ -194,7 +200,7 @@ def test_known_words(error, part):
         raise error
 
     found = refused(fail)
-    assert part in str(found) and str(found).endswith(SAFE) and found.__cause__ is error
+    assert part in str(found) and str(found).endswith(f"Safe is {SAFE}.") and found.__cause__ is error
 
 
 @pytest.mark.parametrize(
@@ -237,7 +243,14 @@ def test_an_end_that_was_asked_for_passes(error):
 def test_it_is_explained_once():
     with pytest.raises(OutOfMemory) as caught, explained("outer"), explained("inner"):
         allocate_torch()
-    assert str(caught.value).endswith("inner") and "outer" not in str(caught.value)
+    assert str(caught.value).endswith("inner.") and "outer" not in str(caught.value)
+
+
+def test_what_is_safe_may_be_asked_when_it_failed():
+    epochs = []
+    with pytest.raises(OutOfMemory, match=r"Safe is epoch 2\.$"), explained(lambda: f"epoch {len(epochs)}"):
+        epochs += [1, 2]
+        allocate_torch()
 
 
 def test_what_the_failed_step_held_is_let_go():

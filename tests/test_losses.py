@@ -369,6 +369,18 @@ def test_each_loss_shows_a_logit_that_is_not_finite(name):
     assert training_loss({"cancer": logits}, {"cancer": torch.tensor([1.0, 0.0])}, loss=name).isnan()
 
 
+def test_each_loss_gets_its_settings():
+    z, y = torch.tensor(LOGITS), torch.tensor(LABELS)
+    how = {"positive_target": 0.8, "positive_weight": 3.0, "focal_gamma": 1.5}
+    found = {name: float(training_loss({"cancer": z}, {"cancer": y}, loss=name, **how)) for name in NAMES}
+    expected = {
+        "bce": by_hand(LOGITS, LABELS, 0.8, 3.0),
+        "focal": focal_by_hand(LOGITS, LABELS, 0.8, 3.0, 1.5),
+        "pf1": pf1_by_hand(LOGITS, LABELS, 3.0),
+    }
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_an_unknown_loss_is_refused():
     with pytest.raises(ValueError, match="loss 'dice': expected one of bce, focal, pf1"):
         training_loss({"cancer": torch.zeros(2)}, {"cancer": torch.zeros(2)}, loss="dice")

@@ -151,6 +151,7 @@ def test_a_follower_draws_no_faster(clock, monkeypatch):
         clock[0] += 0.001
         state = {"total": 1000, "description": "train", "n": n, "values": {}, "closed": False}
         follower.feed(progress.MARK + json.dumps(state))
+    follower.feed(progress.MARK + '{"total": 1000, "descr')  # of one that was killed
     follower.close()
     follower.close()
     assert len(drawn(screen, "train")) <= 4
@@ -175,10 +176,14 @@ def test_the_bars_of_a_cell_are_one_widget():  # N06
     """Each widget stays in the notebook's file for good: an epoch has two bars, a training many epochs."""
     path = f"import sys; sys.path.insert(0, {str(Path(progress.__file__).parents[1])!r}); from rsnakit import progress"
     cells = [nbformat.v4.new_code_cell(source) for source in (path, CELL, CELL)]
-    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python"}})
+    notebook = nbformat.v4.new_notebook(
+        cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python"}}
+    )
     NotebookClient(notebook, timeout=60).execute()
     for cell in notebook.cells[1:]:
-        widgets = [output for output in cell.outputs if "application/vnd.jupyter.widget-view+json" in output.get("data", {})]
+        widgets = [
+            output for output in cell.outputs if "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+        ]
         assert len(widgets) == len(cell.outputs) == 2  # the cell's, and the one that was inside another
         assert "epoch 0, train" in widgets[0]["data"]["text/plain"]
     state = notebook.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]

@@ -1,5 +1,6 @@
 """What a notebook shows of a run that is on disk: all folds there are, by the scores of the weights that were kept."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pandas as pd
 import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from rsnakit import results
+from rsnakit import metrics, params, plots, results, runs
+from rsnakit.env import RunConfig
 from rsnakit.runs import OOF_COLUMNS
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "03_train.ipynb"
 
 
 def make_fold(run: Path, fold: int, epochs: int, kept: int, n: int = 30) -> pd.DataFrame:
@@ -69,5 +73,26 @@ def test_a_fold_that_was_stopped_within_its_first_epoch(run):
     (run / "fold0" / "last.pt").touch()  # a checkpoint, and no weights for inference yet
     table = results.fold_table(run)
     assert table["state"].to_dict() == {0: "not finished: epoch 0 of 4", 1: "finished"}
-    assert table.loc[0].drop("state").isna().all() and table.loc[1, "epoch"] == 4
+    assert table.loc[0].drop("state").isna().all() and str(table.loc[1, "epoch"]) == "4"
     assert list(results.histories(run)) == [1]
+
+
+def test_the_cells_after_training_where_nothing_is_trained_yet(run, capsys):  # N07
+    """The time was over before the first epoch, or the training runs elsewhere: they say so, and none fails."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    after = code[next(i for i, text in enumerate(code) if text.startswith("engine.fit_folds(")) + 1 :]
+    assert len(after) == 6
+    usable = pd.DataFrame({"patient_id": ["7"], "laterality": "L", "view": "CC", "image_id": "1"})
+    names = {"folder": run, "usable": usable, "images": None, "run_config": RunConfig(), "dataclasses": dataclasses}
+    names |= {"metrics": metrics, "params": params, "plots": plots, "results": results, "runs": runs}
+    shown = []
+    for text in after:
+        *_, last = text.splitlines()
+        exec(text, names)
+        shown.append(eval(last, names))
+    titles = [" ".join(figure._suptitle.get_text().split()) for figure in shown[:4]]
+    nothing = "No scores to show"
+    assert titles == ["No epoch is finished yet", nothing, nothing, "No scores of breasts with images to show"]
+    assert shown[4].empty and shown[5].empty
+    assert "no epoch is finished yet" in capsys.readouterr().out

@@ -126,14 +126,20 @@ def _sums(opened: Store, rows: list[int]) -> list[int]:
     return [int(opened[number].sum()) for number in rows]
 
 
+@pytest.fixture(scope="module")
+def three_processes():
+    """Started anew, so that they know of a store what they are given; the start is most of their time, so once for all."""
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("image_format", EXACT)
-def test_goes_to_workers_without_its_images(tmp_path, image_format):
+def test_goes_to_workers_without_its_images(three_processes, tmp_path, image_format):
     opened = Store(make(tmp_path, image_format, numbers=(0, 1, 2, 3, 4, 5, 6)))
     expected = [int(picture(number).sum()) for number in (0, 2)]
     assert _sums(opened, [0, 2]) == expected  # the map is open now
     assert len(pickle.dumps(opened)) < 6000 < 6 * SHAPE[0] * SHAPE[1] * 9 // 8
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_sums, (opened, [0, 2])) == expected
+    assert three_processes.apply(_sums, (opened, [0, 2])) == expected
 
 
 @pytest.mark.parametrize("image_format", store.FORMATS)
@@ -384,15 +390,14 @@ def write_some(path: Path, image_format: str, numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("image_format", store.FORMATS)
-def test_processes_that_write_at_once_give_what_one_gives(tmp_path, image_format):
+def test_processes_that_write_at_once_give_what_one_gives(three_processes, tmp_path, image_format):
     """Rows of three processes lie between each other's, and some are written by two."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     for path in (alone, together):
         reopen(path, image_format)
     write_some(alone, image_format, list(range(60)))
     shares = [list(range(0, 60, 3)), [*range(1, 60, 3), *range(0, 60, 9)], [*range(59, 0, -3), *range(1, 60, 6)]]
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        pool.starmap(write_some, [(together, image_format, share) for share in shares], chunksize=1)
+    three_processes.starmap(write_some, [(together, image_format, share) for share in shares], chunksize=1)
     assert content(together) == content(alone)
     store.append_index(together, [row(number, f"010{number}") for number in range(60)])
     opened = Store(together)
