@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from rsnakit import workers
+from rsnakit import failures, workers
 from rsnakit.data import worker_init
 from rsnakit.prepare import status_of
 from rsnakit.store_formats import MAX_VALUE
@@ -48,8 +48,8 @@ def for_each_batch(
             for batch in loader:
                 use(batch)
                 left = left[len(batch["item"]) :]
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if not failures.death_of_worker(error):
                 raise
             # One of the files under way killed its process: each is read in a process of its own, then it goes on.
             suspects = batch_size * n_jobs * (PREFETCH + 1)

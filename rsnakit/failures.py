@@ -68,13 +68,12 @@ def explained(what_is_safe: str | Callable[[], str]) -> Iterator[None]:
     except OutOfMemory:  # explained within
         raise
     except Exception as error:
-        death = _death_of_worker(error)
-        cause = death or error
+        cause = death_of_worker(error) or error
         kind = what_ran_out(cause)
-        if kind is None and death is None:
+        if kind is None and cause is error:
             raise
         if kind is None:  # a crash in a worker, of which `error` only is what reached us
-            raise death from error
+            raise cause from error
         what, advice = ADVICE[kind]
         traceback.clear_frames(error.__traceback__)
         safe = what_is_safe() if callable(what_is_safe) else what_is_safe
@@ -97,8 +96,11 @@ def what_ran_out(error: BaseException) -> str | None:
     return "memory" if found is None and isinstance(error, MemoryError) else found
 
 
-def _death_of_worker(error: Exception) -> RuntimeError | None:
-    """How a loader's worker died, where `error` is only that the connection to it broke."""
+def death_of_worker(error: Exception) -> RuntimeError | None:
+    """How a loader's worker died, which an error says, or of which only the broken connection reached us; None where no worker
+    died."""
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return error
     try:
         if isinstance(error, ConnectionError | EOFError | FileNotFoundError):
             time.sleep(DEATH_S)  # the loader has a handler of SIGCHLD, which raises it here in a moment

@@ -18,10 +18,10 @@ from rsnakit.look import CANCER, NEUTRAL, NO_CANCER, TRAIN, VALIDATION, WIDTH, n
 AVERAGED = "#56B4E9"  # sky blue: validation of the weights' average
 CURVES = {  # limits, then column, colour and line of each curve
     "loss": ((0, None), (("train_loss", TRAIN, "o-"), ("valid_loss", VALIDATION, "o-"), ("ema_valid_loss", AVERAGED, "o-"))),
-    "pF1": ((0, 1), (("train_f1", TRAIN, "o--"), ("train_pf1", TRAIN, "o-"),
+    "pF1": ((0, 1.03), (("train_f1", TRAIN, "o--"), ("train_pf1", TRAIN, "o-"),
                      ("valid_f1", VALIDATION, "o--"), ("valid_pf1", VALIDATION, "o-"),
                      ("ema_valid_f1", AVERAGED, "o--"), ("ema_valid_pf1", AVERAGED, "o-"))),
-    "AUC": ((None, 1), (("train_auc", TRAIN, "o-"), ("valid_auc", VALIDATION, "o-"), ("ema_valid_auc", AVERAGED, "o-"))),
+    "AUC": ((None, 1.01), (("train_auc", TRAIN, "o-"), ("valid_auc", VALIDATION, "o-"), ("ema_valid_auc", AVERAGED, "o-"))),
     "learning rate": ((0, None), (("lr", NEUTRAL, "o-"),)),
     "gradient norm": ((0, None), (("grad_norm", NEUTRAL, "o-"),)),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -59,6 +60,31 @@ def test_old_content_stays_where_writing_fails(tmp_path):
         pass  # nothing was written
     assert path.read_text() == "old"
     assert names(tmp_path) == ["a.txt"]
+
+
+def test_a_disk_that_takes_no_more_is_said_with_the_files_name(tmp_path):  # C01
+    path = tmp_path / "history.csv"
+    path.write_text("old")
+    code = """
+import resource, sys
+from rsnakit.files import replacing, write_atomic
+print("ready", flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+for write in (lambda: write_atomic(sys.argv[1], "x" * 2000), lambda: write_atomic(sys.argv[1] + "/a", "x")):
+    try:
+        write()
+    except OSError as error:
+        print(type(error).__name__, error, flush=True)
+"""
+    process = start(code, path)
+    said = process.stdout.read().splitlines()
+    process.communicate()
+    assert re.fullmatch(
+        r"OSError \[Errno 27\] .*history\.csv cannot be written: File too large\. [\d,.]+ MB are free; .*as it was\.",
+        said[0],
+    )
+    assert said[1].startswith("NotADirectoryError [Errno 20]")  # others stay what they are
+    assert path.read_text() == "old" and names(tmp_path) == ["history.csv"]
 
 
 WRITER = """

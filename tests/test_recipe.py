@@ -109,6 +109,15 @@ def test_an_unknown_optimiser_is_refused_before_anything_is_loaded():
         TrainConfig(optimizer="adamww")
 
 
+def test_an_optimiser_that_cannot_be_used_is_refused_in_a_sentence(monkeypatch):
+    with pytest.raises(ValueError, match="optimizer: adahessian wants second derivatives"):
+        TrainConfig(optimizer="adahessian")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("bnbadam8bit", "fusedlamb"):  # of packages that are not asked for, and for GPUs alone
+        with pytest.raises(ValueError, match=f"optimizer: {name} cannot be made here"):
+            make_optimizer(network(), TrainConfig(optimizer=name), fused=True)
+
+
 # ---- the schedule
 
 

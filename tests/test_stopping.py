@@ -32,12 +32,15 @@ def handlers_are_put_back():
     assert after == before
 
 
-def run(code: str, **options) -> subprocess.CompletedProcess:
+BEGIN = "import os, signal, sys, time\nfrom rsnakit.stopping import Stop\n"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+ENVIRONMENT["PYTHONPATH"] = str(Path(__file__).parents[1])
+
+
+def run(code: str) -> subprocess.CompletedProcess:
     """A Python process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    begin = "import os, signal, sys, threading, time\nfrom rsnakit.stopping import Stop\n"
     return subprocess.run(
-        [sys.executable, "-c", begin + code], capture_output=True, text=True, env=environment, timeout=30, **options
+        [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, env=ENVIRONMENT, timeout=30
     )
 
 
@@ -251,9 +254,8 @@ with Stop() as stop:
     time.sleep(0.3)
     print("saved", stop.reason)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    begin = "import os, signal, sys, threading, time\nfrom rsnakit.stopping import Stop\n"
-    process = subprocess.Popen([sys.executable, "-c", begin + code], stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-c", BEGIN + code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stdout.readline() == "ready\n"
     for _ in range(100):
         process.send_signal(TERM)

@@ -178,6 +178,7 @@ def test_the_watch_sees_what_waits(reading):
 
     with pytest.raises(RuntimeError, match=MESSAGE):
         epoch(Watched(batches(), "error"))
+    torch.cuda.set_sync_debug_mode("default")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         epoch(Watched(batches(), "warn"))
