@@ -268,6 +268,11 @@ def _say_begun(trainer: Trainer, train: data.Side, valid: data.Side, unit: str, 
         f"{len(valid.items)} to score; {len(train.bad)} and {len(valid.bad)} without pixels; "
         f"{device.value}, {precision.value}"
     )
+    bent = ["resampled"] * trainer.sampler.balanced + ["mixed"] * (trainer.mix is not None)
+    if bent:
+        print(
+            f"fold {trainer.fold}: training scores are of {' and '.join(bent)} {unit}s, and not to be held against the others"
+        )
     accumulate = distributed.batches_a_step(config.accumulate, world)
     if accumulate > 1:
         print(

@@ -68,19 +68,21 @@ def row(
 
 
 def line(row: dict, epochs: int) -> str:
-    """A row of the history as it is printed after its epoch; `best cut` is the pF1 at the threshold that is best there."""
-    marks = [word for word, name in (("resampled", "train_resampled"), ("mixed", "train_mixed")) if row[name]]
-    mark = f" ({', '.join(marks)})" if marks else ""
+    """A row of the history as it is printed after its epoch, in a notebook's width; `cut` is the pF1 at the threshold that is
+    best there. A second line has the averaged weights' scores, where there are some."""
     skipped = f", {row['skipped_steps']} steps skipped" if row["skipped_steps"] else ""
     parts = [
         f"epoch {row['epoch']}/{epochs}, {row['seconds']:.0f} s, lr {row['lr']:.0e}, norm {row['grad_norm']:.2g}{skipped}",
-        f"train{mark} loss {row['train_loss']:.3f} pF1 {row['train_pf1']:.3f} AUC {row['train_auc']:.3f}",
+        f"train loss {row['train_loss']:.3f} pF1 {row['train_pf1']:.3f} AUC {row['train_auc']:.3f}",
+        f"valid {_scores(row, 'valid')}",
     ]
-    for side, name in (("valid", "valid"), ("ema_valid", "average")):
-        if f"{side}_loss" in row:
-            loss, pf1, f1, auc = (row[f"{side}_{score}"] for score in ("loss", "pf1", "f1", "auc"))
-            parts.append(f"{name} loss {loss:.3f} pF1 {pf1:.3f} (best cut {f1:.3f}) AUC {auc:.3f}")
-    return " | ".join(parts)
+    average = f"\n    averaged weights: valid {_scores(row, 'ema_valid')}" if "ema_valid_loss" in row else ""
+    return " | ".join(parts) + average
+
+
+def _scores(row: dict, side: str) -> str:
+    loss, pf1, f1, auc = (row[f"{side}_{score}"] for score in ("loss", "pf1", "f1", "auc"))
+    return f"loss {loss:.3f} pF1 {pf1:.3f} (cut {f1:.3f}) AUC {auc:.3f}"
 
 
 def log(writer: SummaryWriter, row: dict) -> None:

@@ -43,9 +43,7 @@ def training_curves(histories: Mapping[int, pd.DataFrame]) -> Figure:
         for ax, (name, (limits, curves)) in zip(row, CURVES.items(), strict=True):
             for column, color, line in curves:
                 if column in history:
-                    ax.plot(
-                        history["epoch"], history[column].astype(float), line, color=color, markersize=3, clip_on=False
-                    )
+                    ax.plot(history["epoch"], history[column].astype(float), line, color=color, markersize=3)
             ax.set(title=f"fold {fold}: {name}" if ax is row[0] else name, ylim=limits, xlabel="epoch")
             ax.grid(True)
             ax.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)  # wide enough for one epoch, too

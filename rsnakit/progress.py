@@ -42,9 +42,9 @@ class Bar:
         return time.monotonic() >= self._read_at
 
     def show(self, **values: float | str) -> None:
-        """Sets the values that stand beside the bar, numbers with four digits."""
+        """Sets the values that stand beside the bar, numbers with three digits."""
         self._values = {
-            name: value if isinstance(value, str) else f"{float(value):.4g}" for name, value in values.items()
+            name: value if isinstance(value, str) else f"{float(value):.3g}" for name, value in values.items()
         }
         now = time.monotonic()
         self._read_at = now + self._painter.every
@@ -157,6 +157,7 @@ class _Tqdm:
             self.tqdm = _widget["tqdm"]
             self.tqdm.reset(total)
             self.tqdm.set_description(description)
+            self.tqdm.set_postfix_str("", refresh=False)  # the last bar's values are not this one's
         else:  # not drawn of its own accord: `Bar` knows when
             self.tqdm = tqdm(total=total, desc=description, unit="batch", leave=self.kept, mininterval=0, miniters=1)
         if self.kept:
