@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 from torch.utils.tensorboard import SummaryWriter
 
-from rsnakit import checkpoint, data, distributed, env, failures, models, preprocess, runs
+from rsnakit import checkpoint, data, distributed, env, failures, models, preprocess, results, runs
 from rsnakit.files import Lock, read_json, write_json
 from rsnakit.loop import Stopped, evaluate, train_one_epoch
 from rsnakit.recipe import LoopConfig, TrainConfig
@@ -75,7 +75,7 @@ def fit_folds(
         competition: the folder of the table, from which several processes read it again.
 
     Returns:
-        The summary over all folds there are (see `runs.write_summary`), one that was stopped among them; empty where no
+        The summary over all folds there are (see `results.write_summary`), one that was stopped among them; empty where no
         epoch was finished yet.
 
     Raises:
@@ -112,7 +112,7 @@ def fit_folds(
         for fold in wanted:
             finished = fit(fold, table, folds, store, model_config, config, run, out, deadline, loop)
             if distributed.is_main() and runs.trained_folds(out):
-                summary = runs.write_summary(out)
+                summary = results.write_summary(out)
             if not finished or stop.asked():
                 break
     return summary

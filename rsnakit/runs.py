@@ -16,7 +16,6 @@ from pathlib import Path
 import pandas as pd
 
 import rsnakit
-from rsnakit import metrics
 from rsnakit.files import read_json, write_json
 from rsnakit.store import config_hash
 
@@ -265,65 +264,6 @@ def _read_fold_oof(folder: Path) -> pd.DataFrame:
         state = "not there" if found is None else f"{len(found)} rows, {expected} were written"
         raise RunError(f"{path}: {state}. Delete {folder} and train this fold again.")
     return found
-
-
-def write_summary(run: Path) -> dict:
-    """Scores the out-of-fold predictions of the folds there are, per breast, and writes them to `summary.json`.
-
-    Returns:
-        What was written: `folds`, `epochs` (of the weights kept), `unfinished` (see `unfinished_folds`), `select`, `prior`
-        (share of positive images in training), `scores` (as `metrics.score_breasts` has them), `threshold` and
-        `percentile` (the best on these very scores, so that their F1 flatters).
-
-    Folds that two processes train may end at the same moment. The one that writes last sees the other's files, since each
-    looks again after writing: the summary that stays has both.
-    """
-    while True:
-        before = _written(run)
-        summary = _score(run)
-        write_json(run / "summary.json", summary)
-        if _written(run) == before:
-            return summary
-
-
-def _written(run: Path) -> dict[Path, tuple]:
-    """What a summary is made of, with marks that change when a file is written again; of checkpoints that they are there."""
-    names = ("model.json", "oof.csv", "history.csv")
-    stats = {path: path.stat() for path in run.glob("fold*/*") if path.name in names}
-    marks = {path: (found.st_mtime_ns, found.st_ino, found.st_size) for path, found in stats.items()}
-    return marks | {path: () for path in run.glob("fold*/last.pt")}
-
-
-def _score(run: Path) -> dict:
-    folders = trained_folds(run)
-    breasts = metrics.to_breast(read_oof(run))
-    models = [read_model(folder) for folder in folders.values()]
-    threshold, _ = metrics.best_threshold(breasts["cancer"], breasts["score"])
-    return {
-        "folds": list(folders),
-        "epochs": [model["epoch"] for model in models],
-        "unfinished": {str(fold): state for fold, state in unfinished_folds(run).items()},
-        "select": models[0]["select"],
-        "prior": sum(model["prior"] for model in models) / len(models),
-        "threshold": float(threshold),
-        "percentile": float(metrics.percentile_of(breasts["score"], threshold)),
-        "scores": metrics.score_breasts(breasts),
-    }
-
-
-def summary_table(summary: dict) -> pd.DataFrame:
-    """The scores of a summary with their 95 % intervals, a row a score, for a notebook to show; empty for no summary."""
-    names = {
-        "auc": "AUC",
-        "average_precision": "average precision",
-        "pf1": "pF1 of the raw scores",
-        "naive_f1": "pF1 at its best threshold (flatters)",
-    }
-    columns = ["value", "95 % from", "to"]
-    if not summary:
-        return pd.DataFrame(columns=columns)
-    rows = {text: [summary["scores"][name][k] for k in ("value", "low", "high")] for name, text in names.items()}
-    return pd.DataFrame.from_dict(rows, "index", columns=columns, dtype=float).round(3)
 
 
 def _write_config(folder: Path, settings: dict) -> None:

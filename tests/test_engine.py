@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from rsnakit import data, engine, metrics, models, runs, trainer
+from rsnakit import data, engine, metrics, models, results, runs, trainer
 from rsnakit.engine import LoopConfig, TrainConfig
 from rsnakit.env import RunConfig
 from rsnakit.files import Lock, LockedError
@@ -122,7 +122,7 @@ def test_summary_has_the_threshold_of_the_out_of_fold_scores(finished):
     best = max(f1_score(breasts["cancer"], breasts["score"] >= t) for t in breasts["score"])
     assert f1_score(breasts["cancer"], breasts["score"] >= summary["threshold"]) == pytest.approx(best)
     assert summary["folds"] == [0] and summary["unfinished"] == {}
-    table = runs.summary_table(summary)
+    table = results.summary_table(summary)
     assert (table["95 % from"] <= table["value"]).all() and (table["value"] <= table["to"]).all()
 
 

@@ -21,8 +21,8 @@ LADDER = (
         "surgery", "families", "necks", "views",
     ),
     (
-        "store", "augment", "losses", "plots_data", "plots_train", "plots", "plots_models", "runs", "tally", "history", "results",
-        "checkpoint", "headers", "weights", "speed",
+        "store", "augment", "losses", "plots_data", "plots_train", "plots", "plots_models", "runs", "tally", "history",
+        "results", "checkpoint", "headers", "weights", "speed",
     ),
     ("models", "samplers", "data", "prepare", "batches", "compare", "jobs", "preprocess", "demo", "recipe", "loop"),
     ("trainer", "rounds", "engine", "infer"),

@@ -52,7 +52,7 @@ def test_a_bar_is_drawn_rarely(first, terminal, every, clock, monkeypatch):  # N
     assert len(lines) == pytest.approx(1 + 100 / every, abs=2) and read == pytest.approx(len(lines) - 1, abs=1)
     steps = [(int(re.search(r"(\d+)/10000", line)[1]), re.search(r"now=(\d+)", line)) for line in lines]
     assert all(found is None or abs(step - 10 * int(found[1])) < 20 for step, found in steps)  # no old values
-    assert "loss=0.3333, lr=1e-05, steps=1e+04, state=warm, now=" in lines[-1]
+    assert "loss=0.333, lr=1e-05, steps=1e+04, state=warm, now=" in lines[-1]
     assert "\n" not in screen.getvalue()  # one line, over and over
 
 

@@ -22,7 +22,7 @@ import pandas as pd
 import pytest
 import torch
 
-from rsnakit import checkpoint, data, engine, models, preprocess, runs, stopping, store, tables
+from rsnakit import checkpoint, data, engine, models, preprocess, results, runs, stopping, store, tables
 from rsnakit.engine import LoopConfig, TrainConfig
 from rsnakit.env import RunConfig
 
@@ -359,27 +359,27 @@ def test_two_folds_at_once_are_both_in_the_summary(command):
         assert process.exitcode == 0, command.log()
     summary = runs.read_summary(command.fold.parent)
     assert summary["folds"] == [0, 1] and summary["unfinished"] == {}
-    assert summary == runs.write_summary(command.fold.parent)
+    assert summary == results.write_summary(command.fold.parent)
 
 
 def end_slowly(run: Path, staged: Path, reads, goes_on) -> None:
     """Brings fold 0 and writes the summary; while it is scored, the other process ends too."""
-    real = runs.metrics.score_breasts
+    real = results.metrics.score_breasts
 
     def slowly(breasts):
         reads.set()
         goes_on.wait(30)
         return real(breasts)
 
-    runs.metrics.score_breasts = slowly
+    results.metrics.score_breasts = slowly
     (staged / "fold0").rename(run / "fold0")
-    runs.write_summary(run)
+    results.write_summary(run)
 
 
 def end_meanwhile(run: Path, staged: Path, reads, goes_on) -> None:
     reads.wait(30)
     (staged / "fold1").rename(run / "fold1")
-    runs.write_summary(run)
+    results.write_summary(run)
     goes_on.set()
 
 
