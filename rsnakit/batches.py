@@ -1,17 +1,15 @@
 """Files as batches of prepared images, read by loader processes; a file that kills its process costs itself alone."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from rsnakit import failures, workers
 from rsnakit.data import worker_init
-from rsnakit.prepare import status_of
-from rsnakit.store_formats import MAX_VALUE
+from rsnakit.reading import Files
 
 PREFETCH = 2  # batches that each process reads ahead
 
@@ -36,7 +34,7 @@ def for_each_batch(
         batch_size: images a batch.
         n_jobs: processes; 0 reads in this one, where a crash is nobody's to catch.
     """
-    files = _Files(paths, read, shape)
+    files = Files(paths, read, shape)
     left = list(range(len(files)))
     while left:
         ahead = PREFETCH if n_jobs else None
@@ -56,32 +54,6 @@ def for_each_batch(
             for item, found in workers.over_items(files.__getitem__, left[:suspects], max(2, n_jobs)):
                 use(_collate([files.failed(item, found) if isinstance(found, workers.ProcessDied) else found]))
             left = left[suspects:]
-
-
-class _Files(Dataset):
-    """Files as prepared images; one that cannot be read is an item too, of zeros, with its reason."""
-
-    def __init__(self, paths: Sequence[Path | str], read: Callable, shape: tuple[int, int]) -> None:
-        self.paths, self.read, self.shape = [str(path) for path in paths], read, shape
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, item: int) -> dict:
-        begun = time.perf_counter()
-        try:
-            image = self.read(self.paths[item])
-        except Exception as error:  # whatever one image does, the others must get their rows
-            return self.failed(item, error, time.perf_counter() - begun)
-        return _item(item, image, "ok", "", time.perf_counter() - begun)
-
-    def failed(self, item: int, error: Exception, seconds: float = 0.0) -> dict:
-        return _item(item, np.zeros(self.shape, np.uint16), *status_of(error), seconds)
-
-
-def _item(item: int, image: np.ndarray, status: str, reason: str, seconds: float) -> dict:
-    pixels = image[None].astype(np.float32) / np.float32(MAX_VALUE)
-    return {"image": pixels, "status": status, "reason": reason, "item": item, "seconds": seconds}
 
 
 def _collate(samples: list[dict]) -> dict:

@@ -77,6 +77,7 @@ def train_one_epoch(
     """
     model.train()
     tally, place = Tally() if tally is None else tally, torch.device(device)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with progress.bar(_length(loader), description) as bar, _watched(optimizer, scaler) as step:
         for batches, count, items in optimizer_steps(loader, steps):
             optimizer.zero_grad(set_to_none=True)
@@ -92,7 +93,7 @@ def train_one_epoch(
                 bar.update()
 
             scaler.unscale_(optimizer)  # before clipping: a norm of scaled gradients would mean nothing
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
+            norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
             taken = step()  # by the scaler: with fp16 not where gradients overflowed
             scaler.update()
             tally.add_step(norm, taken)

@@ -7,10 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsnakit.batches import for_each_batch
 from rsnakit.dicom import DicomError
 
 SHAPE = (2, 3)
+
+
+def for_each_batch(*arguments) -> None:
+    """Imported only here: processes that are begun anew for a file import this module, and need no torch."""
+    from rsnakit import batches
+
+    batches.for_each_batch(*arguments)
 
 
 def number(path: str) -> np.ndarray:

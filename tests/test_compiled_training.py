@@ -30,7 +30,7 @@ def graphs(monkeypatch) -> list:
 @pytest.mark.parametrize("views", ["none", "attention"])
 def test_nothing_is_compiled_after_the_first_epoch(graphs, store, table, tmp_path, views, monkeypatch):  # T13
     """Batches of two sizes, evaluation with other ones and a short last batch, an average evaluated too."""
-    config = dataclasses.replace(TRAIN, ema_decay=0.9, batch_size=6)
+    config = dataclasses.replace(TRAIN, epochs=2, ema_decay=0.9, batch_size=6)
     model = dataclasses.replace(MODEL, views=views)
     folder = begin(tmp_path, store, table, config, model=model)
     after, real = [], trainer.Trainer.end_epoch
@@ -57,12 +57,12 @@ def test_what_is_saved_is_a_plain_model_that_goes_on_plain(graphs, store, table,
     names = torch.load(compiled / "fold0" / "last.pt", weights_only=True)["model"]
     assert names.keys() == models.build_model(MODEL).state_dict().keys()
     longer = dataclasses.replace(config, epochs=2)
-    for loop in (LoopConfig(), LoopConfig(compile="default")):  # the other way about
-        folder = begin(tmp_path / loop.compile, store, table, config, "mine")
-        engine.fit_folds(table, store, MODEL, config, RUN, folder, loop)
-        begin(tmp_path / loop.compile, store, table, longer, "mine")
-        other = LoopConfig(compile="default" if loop.compile == "off" else "off")
-        engine.fit_folds(table, store, MODEL, longer, RUN, folder, other)
+    for folder, loop in (
+        (compiled, LoopConfig()),
+        (plain, LoopConfig(compile="default")),
+    ):  # each goes on the other way
+        begin(folder.parents[1], store, table, longer, folder.name)
+        engine.fit_folds(table, store, MODEL, longer, RUN, folder, loop)
         assert pd.read_csv(folder / "fold0" / "history.csv")["epoch"].tolist() == [1, 2]
 
 

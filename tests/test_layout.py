@@ -24,7 +24,7 @@ LADDER = (
         "store", "augment", "losses", "plots_data", "plots_train", "plots", "plots_models", "runs", "tally", "history",
         "results", "checkpoint", "headers", "weights", "speed",
     ),
-    ("models", "samplers", "data", "prepare", "batches", "compare", "jobs", "preprocess", "demo", "recipe", "loop"),
+    ("models", "samplers", "data", "prepare", "reading", "batches", "compare", "jobs", "preprocess", "demo", "recipe", "loop"),
     ("trainer", "rounds", "engine", "infer"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}

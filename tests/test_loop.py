@@ -563,7 +563,9 @@ def test_mixed_images_are_learnt_by_both_labels_in_their_shares():
         images[: len(images) // 2] *= 0.5
         return lam
 
-    found = train_one_epoch(model, copy.deepcopy(loader), *parts(model), cancer_alone, mix=mix)
+    given = copy.deepcopy(loader)
+    found = train_one_epoch(model, given, *parts(model), cancer_alone, mix=mix)
+    assert all(torch.equal(a["image"], b["image"]) for a, b in zip(given, loader, strict=True))  # for the next epoch
     for step, batch in enumerate(loader):
         images, labels = batch["image"].clone(), batch["cancer"]
         images[:3] *= 0.5
@@ -616,11 +618,13 @@ def test_evaluation_scores_every_item_once_and_learns_nothing():
 
 def test_training_after_evaluation_under_autocast_has_gradients():  # T07
     """The model and its average are evaluated within autocast, then trained in it."""
-    wrapped, loader = Wrapped(nn.Sequential(nn.Flatten(), nn.Linear(4, 1))), batches(8)
+    wrapped, loader, cached = Wrapped(nn.Sequential(nn.Flatten(), nn.Linear(4, 1))), batches(8), []
+    wrapped.inner.register_forward_hook(lambda *_: cached.append(torch.is_autocast_cache_enabled()))
     ema = ModelEmaV3(wrapped)
     with torch.autocast("cpu", torch.bfloat16):
         for model in (wrapped, ema.module):
             evaluate(model, loader, losses.training_loss, precision="bf16")
+        assert cached == [False] * 4  # torch 2.14 would forgive it, older ones hand the cast weights on
         train_one_epoch(wrapped, loader, *parts(wrapped), losses.training_loss, precision="bf16", ema=ema)
     assert all(parameter.grad is not None for parameter in wrapped.parameters())
     assert all(parameter.grad.abs().sum() > 0 for parameter in wrapped.parameters())

@@ -11,7 +11,8 @@ REPOSITORY = Path(__file__).parents[2]
 OUT = REPOSITORY / "work" / "bench"
 PACKAGES = (
     "numpy", "pydicom", "imagecodecs", "Pillow", "opencv-python-headless", "joblib", "pylibjpeg", "pylibjpeg-libjpeg",
-    "pylibjpeg-openjpeg", "pylibjpeg-rle", "python-gdcm", "dicomsdl", "monai", "itk-io", "torch", "medip",
+    "pylibjpeg-openjpeg", "pylibjpeg-rle", "python-gdcm", "dicomsdl", "monai", "itk-io", "torch", "medip", "timm", "lightning",
+    "accelerate",
 )  # fmt: skip
 
 
