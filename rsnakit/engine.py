@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 from torch.utils.tensorboard import SummaryWriter
 
-from rsnakit import checkpoint, data, distributed, env, failures, models, preprocess, results, runs
+from rsnakit import checkpoint, data, distributed, env, failures, models, preprocess, results, resuming, runs
 from rsnakit.files import Lock, read_json, write_json
 from rsnakit.loop import Stopped, evaluate, train_one_epoch
 from rsnakit.recipe import LoopConfig, TrainConfig
@@ -101,11 +101,11 @@ def fit_folds(
             else distributed.processes(loop.n_procs, env.choose_device(run.device).value)
         )
         if n_procs != 1:
-            _prepare(out, store, model_config, config, run, loop, competition, n_procs)
+            plan = _plan(out, store, model_config, config, run, loop, competition, n_procs)
             if n_procs < 0:
-                print(f"ready for several machines; on each: {distributed.command(out)}")
+                print(f"ready for several machines; on each: {distributed.command(plan)}")
             else:
-                distributed.launch(out, n_procs)
+                distributed.launch(plan, n_procs)
             return runs.read_summary(out) or {}
     deadline, summary = time.monotonic() + run.max_hours * 3600 if run.max_hours else math.inf, {}
     with Stop() as stop:  # around the one in `fit`: a signal ends the process only once locks are given back
@@ -152,6 +152,10 @@ def fit(
         RuntimeError: no checkpoint can be read, the disk is full, or memory does not do; what is safe is said.
     """
     data.check_folds(table, folds)
+    table = table.sort_values(
+        ["patient_id", "image_id"], kind="stable"
+    )  # the same data in another order is the same run
+    folds = folds.loc[table.index]
     folder, unit = out / f"fold{fold}", unit_of(model_config)
     train = data.side(table[folds != fold], store, unit, f"training side of fold {fold}")
     valid = data.side(table[folds == fold], store, unit, f"fold {fold}")
@@ -160,14 +164,17 @@ def fit(
     settings = runs.read_config(out)
     with Lock(folder, f"fold {fold} of run {out.name}") if distributed.is_main() else contextlib.nullcontext():
         state = checkpoint.load(folder)
-        _check_state(state, folder, fold, settings)
+        seen = resuming.seen(store, train, valid)
+        resuming.check(state, folder, fold, settings, seen)
         if state and state["epoch"] >= config.epochs:
-            _say_finished(folder, fold, state["epoch"])
+            print(
+                f"fold {fold}: finished at epoch {state['epoch']}. To begin anew, delete {folder} or give another run or seed"
+            )
             return True
         with failures.explained(partial(_safe, folder / "last.pt")):
             trainer = Trainer(
                 train.images, store, model_config, config, loop, device.value, precision.value, run.num_workers, fold,
-                settings, state,
+                {"settings": settings, "seen": seen}, state,
             )  # fmt: skip
             del state  # a second copy of everything
             _say_begun(trainer, train, valid, unit, device, precision)
@@ -187,12 +194,12 @@ def fit(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """What torchrun runs in each process: the training that `launch.json` in a run's folder describes."""
-    (folder,) = map(Path, sys.argv[1:] if arguments is None else arguments)
+    """What torchrun runs in each process: the training that a plan in a run's folder, `launch-<fold>.json`, describes."""
+    (path,) = map(Path, sys.argv[1:] if arguments is None else arguments)
     distributed.end_with_parent()
-    plan = read_json(folder / "launch.json")
+    plan = read_json(path)
     run, model_config, config, loop = (
-        runs.rebuild(kind, plan[name], folder / "launch.json")
+        runs.rebuild(kind, plan[name], path)
         for name, kind in (("run", env.RunConfig), ("model", models.ModelConfig), ("train", TrainConfig), ("loop", LoopConfig))
     )  # fmt: skip
     run = dataclasses.replace(run, device=distributed.join(run.device))
@@ -202,12 +209,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table = data.load_table(Path(plan["competition"]), "train")
         if run.debug:
             table = data.debug_subset(table)
-        fit_folds(table, Store(plan["store"]), model_config, config, run, folder, loop)
+        fit_folds(table, Store(plan["store"]), model_config, config, run, path.parent, loop)
     distributed.leave()
 
 
-def _prepare(out: Path, store: Store, model_config, config, run, loop, competition: Path | None, n_procs: int) -> None:
-    """Writes `launch.json`, from which each of several processes knows what to train."""
+def _plan(out: Path, store: Store, model_config, config, run, loop, competition: Path | None, n_procs: int) -> Path:
+    """Writes what each of several processes is to train, and gives the file: one for each fold, since two may be trained at
+    once."""
     if competition is None:
         raise ValueError(
             f"n_procs={n_procs}: several processes read the table again; give fit_folds its competition folder"
@@ -220,43 +228,15 @@ def _prepare(out: Path, store: Store, model_config, config, run, loop, competiti
     distributed.batches_a_step(config.accumulate, max(1, n_procs))
     parts = {"run": run, "model": model_config, "train": config, "loop": loop}
     places = {"competition": str(Path(competition).resolve()), "store": str(Path(store.path).resolve())}
-    write_json(out / "launch.json", {**{name: vars(part) for name, part in parts.items()}, **places})
-
-
-def _check_state(state: dict | None, folder: Path, fold: int, settings: dict) -> None:
-    """Refuses (RunError) a checkpoint that was written by another run or fold, or that not all processors see."""
-    if state is not None and "settings" not in state:
-        raise runs.RunError(
-            f"{folder / 'last.pt'}: written by another version of the kit. Delete {folder} to begin anew."
-        )
-    done = state and [state["processors"][0]["tally"][name] for name in ("taken", "skipped")]
-    seen = distributed.gather(state and (state["epoch"], state["updates"], done))
-    if any(other != seen[0] for other in seen):
-        raise runs.RunError(
-            f"{folder}: the processors see different checkpoints here; all machines have to share this folder"
-        )
-    if state is None:
-        return
-    differences = runs.compare({**state["settings"], "fold": state["fold"]}, {**settings, "fold": fold})
-    differences.pop(runs.MAY_GROW, None)
-    if differences:
-        names = ", ".join(f"{name}: {before!r}, not {now!r}" for name, (before, now) in differences.items())
-        raise runs.RunError(
-            f"{folder / 'last.pt'}: a checkpoint of another run or fold ({names}). Delete {folder} to begin anew."
-        )
+    path = out.resolve() / f"launch-{run.fold}.json"
+    write_json(path, {**{name: vars(part) for name, part in parts.items()}, **places})
+    return path
 
 
 def _safe(checkpoint: Path) -> str:
     if checkpoint.exists():
         return f"{checkpoint}, from which the same command goes on"
     return "nothing yet: there was no checkpoint before that"
-
-
-def _say_finished(folder: Path, fold: int, epoch: int) -> None:
-    missing = [name for name in ("best.safetensors", "model.json", "oof.csv") if not (folder / name).exists()]
-    if missing:
-        raise runs.RunError(f"{folder}: finished, but without {', '.join(missing)}. Delete it to train it anew.")
-    print(f"fold {fold}: finished at epoch {epoch}. To begin anew, delete {folder} or give another run or seed")
 
 
 def _say_begun(trainer: Trainer, train: data.Side, valid: data.Side, unit: str, device, precision) -> None:
@@ -277,7 +257,7 @@ def _say_begun(trainer: Trainer, train: data.Side, valid: data.Side, unit: str, 
     if accumulate > 1:
         print(
             f"a step is {accumulate} batches of up to {config.batch_size} {unit}s, on {world} "
-            f"{'processor' if world == 1 else 'processors'}; {len(trainer.sampler.steps)} steps an epoch"
+            f"{'processor' if world == 1 else 'processors'}; an epoch is {len(trainer.sampler.steps)} of them"
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 HEARTBEAT_S = 20.0  # a living writer touches its lock this often
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota that is used up, a limit on a file's size
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 STALE_S = 120.0  # a lock of another machine that was not touched for so long belongs to a session that is gone
 
 
@@ -94,6 +95,7 @@ class Lock:
 
     Raises:
         LockedError: on entering, where a living process holds the folder.
+        OSError: on entering, where the folder cannot be made or written to (EROFS, EACCES, EPERM).
     """
 
     def __init__(self, folder: Path | str, what: str) -> None:
@@ -102,6 +104,22 @@ class Lock:
         self._stop = threading.Event()
 
     def __enter__(self) -> "Lock":
+        try:
+            self._take()
+        except OSError as error:
+            if error.errno not in READ_ONLY:
+                raise
+            raise OSError(
+                error.errno,
+                f"{self.what}: {self.path.parent} cannot be written to: {os.strerror(error.errno)}. Give another folder, or "
+                "make it one that may be written to.",
+            ) from error
+        self._pid = os.getpid()
+        self._stop.clear()
+        threading.Thread(target=self._beat, daemon=True, name="lock-heartbeat").start()
+        return self
+
+    def _take(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._text = json.dumps({"host": _machine(), "pid": os.getpid(), "started": _process_start(os.getpid())})
         for _ in range(3):
@@ -113,10 +131,6 @@ class Lock:
                 self._remove_if_stale()
         else:
             raise LockedError(f"{self.path}: could not be taken; other processes are taking it at the same moment")
-        self._pid = os.getpid()
-        self._stop.clear()
-        threading.Thread(target=self._beat, daemon=True, name="lock-heartbeat").start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -139,13 +153,10 @@ class Lock:
     def _remove_if_stale(self) -> None:
         try:
             age = time.time() - self.path.stat().st_mtime
-            text = self.path.read_text(encoding="utf-8")
+            text = self.path.read_bytes()
         except FileNotFoundError:
             return  # given back meanwhile
-        try:
-            holder = json.loads(text)
-        except ValueError:
-            holder = {}  # its writer is between creating and filling it, or was killed there
+        holder = _holder(text)
         if holder.get("host") == _machine():
             alive = _process_start(holder["pid"]) == holder["started"]
         else:
@@ -162,10 +173,23 @@ class Lock:
         aside = self.path.with_name(f".lock.{os.getpid()}.stale")
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.path, aside)
-            if aside.read_text(encoding="utf-8") == text:
+            if aside.read_bytes() == text:
                 aside.unlink()
             else:
                 os.replace(aside, self.path)
+
+
+def _holder(text: bytes) -> dict:
+    """What a lock says of its holder; nothing where that cannot be read.
+
+    Its writer is between creating and filling it, or was killed there, or something else wrote the file.
+    """
+    try:
+        holder = json.loads(text)
+    except ValueError:
+        return {}
+    whole = isinstance(holder, dict) and {"pid", "started"} <= holder.keys() and isinstance(holder.get("host"), str)
+    return holder if whole else {}
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -35,6 +35,9 @@ FIRST = "[default0]:"  # torchrun's, before the lines of the first process's std
 # torchrun's table of failures.
 EXIT = re.compile(r"rank\s*: (\d+) \(local_rank.*\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 ENDED = re.compile(r"Sending process (\d+) closing signal")
+SIGNALLED = re.compile(
+    r"SignalException: Process \d+ got signal: (\d+)"
+)  # torchrun, and it ends its processes with SIGTERM
 # What a process fails of when another one has ended.
 LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited|recv.*failed|send.*failed|"
@@ -42,34 +45,42 @@ LOST = re.compile(
 )
 
 
-def command(folder: Path | str) -> str:
-    """The line that trains the run of a folder on several machines, once on each, with the same HOST, one of them."""
+def command(plan: Path | str) -> str:
+    """The line that trains what a plan file says on several machines, once on each, with the same HOST, one of them."""
     gpus = max(1, torch.cuda.device_count())
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in _quiet(gpus).items())
     return (
-        f"PYTHONPATH={shlex.quote(str(REPOSITORY))} torchrun --nnodes 2 --nproc-per-node {gpus} --rdzv-backend c10d "
-        f"--rdzv-endpoint HOST:29500 -m rsnakit.engine {shlex.quote(str(folder))}"
+        f"PYTHONPATH={shlex.quote(str(REPOSITORY))} {settings} torchrun --nnodes 2 --nproc-per-node {gpus} --rdzv-backend "
+        f"c10d --rdzv-endpoint HOST:29500 -m rsnakit.engine {shlex.quote(str(plan))}"
     )
 
 
-def launch(folder: Path | str, n_procs: int, module: str = "rsnakit.engine") -> str:
-    """Trains the run of a folder in several processes of this machine, and shows here what the first one shows.
+def _quiet(n_procs: int) -> dict[str, str]:
+    """Variables without which torchrun warns of threads, and torch that it looks for parameters that a pass does not use."""
+    settings = {"OMP_NUM_THREADS": str(max(1, joblib.cpu_count() // n_procs)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {name: os.environ.get(name) or value for name, value in settings.items()}
+
+
+def launch(plan: Path | str, n_procs: int, module: str = "rsnakit.engine") -> str:
+    """Trains what a plan file says in several processes of this machine, and shows here what the first one shows.
 
     Ctrl-C and SIGTERM are sent on, and the processes save before they end; a second Ctrl-C ends them at once. They also
     end with this process, however that ends.
 
     Args:
-        module: what each of them runs, with the folder as argument.
+        plan: the file that says what to train.
+        module: what each of them runs, with the plan as argument.
 
     Returns:
         Why it was told to stop (`Ctrl-C`, `SIGTERM`); empty where it came to its end.
 
     Raises:
-        RuntimeError: a process failed; the message is its own traceback, or says by what signal it was killed.
+        RuntimeError: a process failed; the message is its own traceback, or says by what signal it, or torchrun, was
+            ended.
     """
     environment = {
-        "OMP_NUM_THREADS": str(max(1, joblib.cpu_count() // n_procs)),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it warns that parameters are looked for that a pass does not use
         **os.environ,
+        **_quiet(n_procs),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         LAUNCHER: f"{os.getpid()} {_process_start(os.getpid())}",
     }
@@ -77,7 +88,7 @@ def launch(folder: Path | str, n_procs: int, module: str = "rsnakit.engine") -> 
         line = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
             "--nproc-per-node", str(n_procs), "--log-dir", logs, "--tee", "2", "--local-ranks-filter", "0",
-            "-m", module, str(folder),
+            "-m", module, str(plan),
         ]  # fmt: skip
         # In a session of its own: Ctrl-C in a terminal, or a kernel's interrupt, comes to this process alone.
         torchrun = subprocess.Popen(
@@ -90,7 +101,7 @@ def launch(folder: Path | str, n_procs: int, module: str = "rsnakit.engine") -> 
             for pid in _ranks(Path(logs)):
                 _send(pid, signal.SIGKILL)
             status = torchrun.wait()
-        if status and (failure := _failure(said, Path(logs), stop.reason)):
+        if status and (failure := _failure(said, Path(logs), stop.asked(), status)):
             raise RuntimeError(failure)
         return stop.reason
 
@@ -149,8 +160,12 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _failure(said: list[str], logs: Path, stopped: bool) -> str:
-    """What made torchrun fail, of all that happened in its wake; empty where it was only stopped."""
+def _failure(said: list[str], logs: Path, stopped: bool, torchrun: int) -> str:
+    """What made torchrun fail, of all that happened in its wake; empty where it was only stopped.
+
+    Args:
+        torchrun: its exit status, that of `subprocess`.
+    """
     text = "\n".join(said)
     told = {}  # what processes said themselves, the earliest first
     for path in sorted(logs.glob("**/error.json"), key=lambda path: path.stat().st_mtime_ns):
@@ -159,20 +174,31 @@ def _failure(said: list[str], logs: Path, stopped: bool) -> str:
     exits = [(int(number), int(status), pid) for number, status, pid in EXIT.findall(text) if pid not in ended]
     for number, status, pid in exits:
         if status < 0 and not (stopped and status == -signal.SIGTERM):
-            why = ": as a rule the system does so when memory runs out" if status == -signal.SIGKILL else ""
-            name = signal.Signals(-status).name
-            return f"process {number} (pid {pid}) was killed by {name}{why}\n{_tail(logs, number)}".rstrip()
+            return f"process {number} (pid {pid}) was killed by {_signal(-status)}\n{_tail(logs, number)}".rstrip()
     for number, error in told.items():
         if not LOST.search(error):
             return f"process {number} failed\n{error}"
     for number, status, _ in exits:
         if status > 0 and number not in told:
             return f"process {number} ended with status {status}\n{_tail(logs, number)}"
+    if torchrun < 0 and not (stopped and torchrun == -signal.SIGTERM):
+        return f"torchrun was killed by {_signal(-torchrun)}\nThe same command goes on from the last checkpoint."
     if stopped:
         return ""
+    if found := SIGNALLED.search(text):
+        name = signal.Signals(int(found[1])).name
+        return (
+            f"torchrun was ended by {name}. It had its processes save first, and the same command goes on from there."
+        )
     for number, error in told.items():
         return f"process {number} failed\n{error}"
     return "torchrun failed\n" + "\n".join(said[-TAIL:])
+
+
+def _signal(number: int) -> str:
+    """A signal that killed a process, and who sends it as a rule."""
+    why = ": as a rule the system does so when memory runs out" if number == signal.SIGKILL else ""
+    return signal.Signals(number).name + why
 
 
 def _tail(logs: Path, number: int) -> str:

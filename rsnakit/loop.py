@@ -18,6 +18,7 @@ from rsnakit.losses import Loss
 from rsnakit.tally import Scored, Tally
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NEEDED = {"image", "cancer", "item"}
 VIEWS = ("view_mask", "view_id")  # in batches of breasts alone
 MAX_SKIPS = 30  # steps in a row: by then the scale has fallen from 65,536 to 2 ** -14, and it is not the scale
 Tensors = Mapping[str, torch.Tensor]
@@ -140,7 +141,7 @@ def evaluate(
     model.eval()
     tally, place = Tally(), torch.device(device)
     with progress.bar(_length(loader), description) as bar:
-        for batch in loader:
+        for batch in map(_checked, loader):
             outputs, loss = _loss(model, batch, loss_of, place, precision)
             tally.add(loss, outputs["cancer"], batch)
             bar.update()
@@ -164,26 +165,42 @@ def autocast(device: str | torch.device, precision: str) -> contextlib.AbstractC
 def optimizer_steps(loader: Iterable, steps: Sequence[Sequence[int]] | None) -> Iterator[tuple[Iterator, int, int]]:
     """A loader's batches in optimiser steps: for each its batches on this processor, how many these are, and how many images
     or breasts it has over all processors."""
-    world = distributed.world()
+    rank, world = distributed.rank(), distributed.world()
     if steps is None:
-        for batch in loader:
+        for batch in map(_checked, loader):
             yield iter([batch]), 1, batch["item"].shape[0] * world
         return
-    batches = iter(loader)
-    for sizes in steps:
-        count = len(sizes[distributed.rank() :: world])
-        yield _next(batches, count), count, sum(sizes)
+    own = [sizes[rank::world] for sizes in steps]
+    length = _length(loader)
+    if length is not None and length != sum(map(len, own)):
+        raise ValueError(
+            f"the loader has {length} batches, and the steps {sum(map(len, own))}: they do not belong together"
+        )
+    batches = map(_checked, loader)
+    for sizes, mine in zip(steps, own, strict=True):
+        yield _next(batches, mine), len(mine), sum(sizes)
 
 
-def _next(batches: Iterator, count: int) -> Iterator:
-    """The next so many."""
-    for number in range(count):
+def _next(batches: Iterator, sizes: Sequence[int]) -> Iterator:
+    """The batches of a step, of these sizes."""
+    for size in sizes:
         batch = next(batches, None)
-        if batch is None:
+        found = 0 if batch is None else batch["item"].shape[0]
+        if found != size:
             raise ValueError(
-                f"the loader gave {number} of the {count} batches of a step: loader and steps do not belong together"
+                f"the loader gave a batch of {found}, and the step has one of {size}: they do not belong together"
             )
         yield batch
+
+
+def _checked(batch: Tensors) -> Tensors:
+    """The batch, if it is one."""
+    if isinstance(batch, Mapping) and batch.keys() >= NEEDED:
+        return batch
+    names = ", ".join(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    raise ValueError(
+        f"a batch is a dict of tensors with {', '.join(sorted(NEEDED))}, as data.collate makes it, not {names}"
+    )
 
 
 def _loss(
@@ -199,6 +216,8 @@ def _loss(
     views = {name: batch[name] for name in VIEWS if name in batch}
     with autocast(device, precision):
         outputs = model(images, **views)
+    if not isinstance(outputs, Mapping) or "cancer" not in outputs:
+        raise ValueError(f"a model gives a dict of logits, cancer (B,) among them, not a {type(outputs).__name__}")
     labels = {name: batch[name].to(device, non_blocking=True) for name in outputs if name in batch}
     loss = loss_of(outputs, labels)
     if lam < 1:

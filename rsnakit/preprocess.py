@@ -19,11 +19,12 @@ from tqdm.auto import tqdm
 import rsnakit
 from rsnakit import dicom, env, store, workers
 from rsnakit.fields import check_all
-from rsnakit.files import Lock
+from rsnakit.files import Lock, LockedError
 from rsnakit.headers import refuse_missing_decoders, scan_headers
 from rsnakit.jobs import Job, JobError, failed_row, file_size, prepare_into_store, read_lock
 from rsnakit.params import flags, setting
 from rsnakit.prepare import BlankImage, Prepared, PreprocessConfig, load_image, prepare, status_of
+from rsnakit.store_formats import are_there
 from rsnakit.tables import with_png
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
 
 INDEX_ROW_BYTES = 200  # a line of index.csv, rounded up
 PNG_SHARE = {"png16": 0.7, "png8": 0.4}  # of the most that a PNG may take, so much or less is taken by mammograms
+WAIT_S = 6 * 3600  # for another process to finish a store, which of a whole competition takes hours
+POLL_S = 1.0
 COMMIT_S = 1.0  # what is prepared is put on the disk so often; a kill costs no more than that
 
 
@@ -59,17 +62,54 @@ def ensure_store(
 ) -> store.Store:
     """The store at `path`, with every image of the table: opened, or where `build` says so made or completed.
 
+    Where another process is making it, this one waits, says so, and goes on with what is there then.
+
     Raises:
+        rsnakit.files.LockedError: another process is still making it after `WAIT_S`.
         rsnakit.store.StoreError: it was made with other settings, or it lacks images and `build` is False; the message
             has the command that makes it.
     """
     if build:
-        return build_store(table, config, path, run.n_jobs, run.store_format)
+        return _build_in_turn(table, config, path, run)
     png = " -p png_dir FOLDER" if config.source == "png" else ""
     command = f"papermill 02_preprocess.ipynb out.ipynb {flags(run, config)}{png}"
     if not (path / "manifest.json").exists():
         raise store.StoreError(f"{path}: no image store for these settings yet. This makes it:\n  {command}")
     return _open_whole(table, config, path, run.store_format, f" yet. This goes on with it:\n  {command}")
+
+
+def _build_in_turn(table: pd.DataFrame, config: PreprocessConfig, path: Path, run: env.RunConfig) -> store.Store:
+    """What `build_store` gives, without its lock where nothing is to be done, and after its turn where that is taken."""
+    table, give_up, said = sources(table, config, BuildConfig()), time.monotonic() + WAIT_S, False
+    while not _is_whole(table, config, path, run.store_format):
+        try:
+            return build_store(table, config, path, run.n_jobs, run.store_format)
+        except LockedError as error:
+            if time.monotonic() > give_up:
+                raise
+            if not said:
+                print(f"waiting, up to {WAIT_S / 3600:g} h: {error}", flush=True)
+            said = True
+            time.sleep(POLL_S)
+    images = store.Store(path)
+    _check_same_files(images.index, table, path)
+    return images
+
+
+def _is_whole(table: pd.DataFrame, config: PreprocessConfig, path: Path, image_format: str) -> bool:
+    """Whether `build_store` would find nothing to do; StoreError for a store of other settings.
+
+    An image without pixels is something to do: its file may have been put right.
+    """
+    if not (path / "manifest.json").exists():
+        return False
+    store.check_settings(store.read_manifest(path), {**dataclasses.asdict(config), "format": image_format}, path)
+    index = store.read_index(path)
+    ok = index[index["status"] == "ok"]
+    return bool(
+        table["image_id"].isin(ok["image_id"]).all()
+        and are_there(path, image_format, (config.height, config.width), ok).all()
+    )
 
 
 def store_path(work: Path, competition: Path, config: PreprocessConfig, run: env.RunConfig) -> Path:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import warnings
 from functools import partial
 
 import torch
@@ -108,12 +107,11 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, steps:
         steps: of the whole training. With more epochs than before, the same number of steps taken is another rate.
     """
     warmup = min(round(steps * config.warmup), steps - 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return CosineLRScheduler(
-            optimizer, t_initial=max(1, steps - warmup), lr_min=config.lr * config.lr_end, warmup_t=warmup,
-            warmup_lr_init=config.lr / (warmup + 1), warmup_prefix=True, t_in_epochs=False,
-        )  # fmt: skip
+    return CosineLRScheduler(
+        optimizer, t_initial=max(1, steps - warmup), lr_min=config.lr * config.lr_end, warmup_t=warmup,
+        warmup_lr_init=config.lr / (warmup + 1), warmup_prefix=True, t_in_epochs=False,
+        cycle_decay=0.5,  # there is one cycle, so that it does nothing; with 1 timm warns of a cosine of one step
+    )  # fmt: skip
 
 
 def make_ema(model: nn.Module, config: TrainConfig) -> ModelEmaV3 | None:

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pandas as pd
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from rsnakit import checkpoint, data, distributed, history, models
@@ -104,11 +105,16 @@ class Rounds:
             checkpoint.save(self.folder, state, self.trainer.loop.keep_last)
         distributed.gather(None)  # torchrun ends all once one has ended, and this one may be told to next
 
-    def _keep(self, model, oof: pd.DataFrame) -> None:
-        """Writes a model's weights with their out-of-fold scores and all that inference needs to use them."""
-        with replacing(self.folder / "oof.csv") as temporary:
-            oof.to_csv(temporary, index=False)
+    def _keep(self, model: nn.Module, oof: pd.DataFrame) -> None:
+        """Writes a model's weights with their out-of-fold scores and all that inference needs to use them: aside first, so that
+        a full disk cannot leave weights of one epoch and scores of another."""
+        aside = self.folder / ".kept"
         models.save_model(
-            model, self.folder, preprocess=self.trainer.store.manifest["preprocess"], prior=self.prior,
+            model, aside, preprocess=self.trainer.store.manifest["preprocess"], prior=self.prior,
             epoch=self.trainer.epoch, select=self.trainer.config.select, oof_rows=len(oof),
         )  # fmt: skip
+        with replacing(aside / "oof.csv") as temporary:
+            oof.to_csv(temporary, index=False)
+        for name in ("best.safetensors", "model.json", "oof.csv"):
+            (aside / name).replace(self.folder / name)
+        aside.rmdir()

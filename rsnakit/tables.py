@@ -14,6 +14,7 @@ REQUIRED = {
     "train": ("site_id", "patient_id", "image_id", "laterality", "view", "cancer"),
     "test": ("patient_id", "image_id", "laterality", "view", "prediction_id"),
 }
+DECIDING = ("patient_id", "breast_id", "image_id", "site_id", "view", *LABELS)  # what a training depends on
 IDS = ("patient_id", "image_id")
 
 
@@ -211,11 +212,11 @@ def _lines(rows: pd.DataFrame) -> list[int]:
 
 
 def fingerprint(table: pd.DataFrame) -> str:
-    """A hash of which images with which labels a training table holds, whatever their order: tells data sets apart."""
-    rows = sorted(
-        f"{i},{b},{c}" for i, b, c in zip(table["image_id"], table["breast_id"], table["cancer"], strict=True)
-    )
-    return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+    """A hash of all in a training table that training depends on, whatever the order of its rows: images, breasts and labels,
+    what folds are made by, and what is learnt beside cancer. Tells data sets apart."""
+    columns = [name for name in DECIDING if name in table]
+    rows = sorted(",".join(map(str, row)) for row in zip(*(table[name].tolist() for name in columns), strict=True))
+    return hashlib.sha256("\n".join([",".join(columns), *rows]).encode()).hexdigest()[:16]
 
 
 def make_folds(table: pd.DataFrame, n_folds: int, seed: int) -> pd.Series:

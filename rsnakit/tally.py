@@ -95,8 +95,8 @@ class Tally:
                 first = int(np.flatnonzero(~np.isfinite(values))[0])
                 where = f" in batch {batches + first + 1} of this epoch" if what == "loss" else ""
                 raise FloatingPointError(
-                    f"the {what} is {values[first]}{where}. Lower lr, lengthen warmup, or take precision fp32; the last "
-                    "checkpoint is from before that, and sound."
+                    f"the {what} is {values[first]}{where}. Lower lr, lengthen warmup, or take precision fp32. No "
+                    "checkpoint is written after that: one that is there is sound."
                 )
 
     def live(self) -> dict[str, float]:

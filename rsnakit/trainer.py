@@ -31,7 +31,7 @@ class Trainer:
         store: that holds them.
         device, precision: as `env` chose them.
         num_workers: loader processes; -1: chosen by the device.
-        settings: of the run (`runs.read_config`), kept in checkpoints.
+        marks: what checkpoints say of the run they are of, as plain values.
         state: of a checkpoint to go on from, or None.
 
     Attributes:
@@ -45,10 +45,10 @@ class Trainer:
 
     def __init__(
         self, images: pd.DataFrame, store: Store, model_config: models.ModelConfig, config: recipe.TrainConfig,
-        loop: recipe.LoopConfig, device: str, precision: str, num_workers: int, fold: int, settings: dict, state: dict | None,
+        loop: recipe.LoopConfig, device: str, precision: str, num_workers: int, fold: int, marks: dict, state: dict | None,
     ) -> None:  # fmt: skip
         self.config, self.loop, self.device, self.precision, self.fold = config, loop, device, precision, fold
-        self.store, self.num_workers, self.settings = store, num_workers, settings
+        self.store, self.num_workers, self.marks = store, num_workers, marks
         self.unit = unit_of(model_config)
         if self.unit == "breast" and (config.mixup or config.cutmix):
             raise ValueError("mixup and cutmix mix images, and with views a breast has several: set both to 0")
@@ -171,7 +171,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "updates": self.updates,  # with the steps of the epoch at hand all that the schedule needs to be known
             "epoch": self.epoch, "history": self.history, "best": self.best, "seconds": self.seconds,
-            "fold": self.fold, "settings": self.settings,
+            "fold": self.fold, **self.marks,
             "processors": distributed.gather(own),
         }  # fmt: skip
 

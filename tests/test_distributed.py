@@ -99,7 +99,7 @@ def check_all(folder: Path) -> dict:
 
 def saves_when_asked(folder: Path) -> None:
     with stopping.Stop() as stop:
-        (folder / f"looping{distributed.rank()}").touch()
+        (folder / f"looping{distributed.rank()}").write_text(f"{os.getppid()} of torchrun")
         for _ in range(600):
             if distributed.any_rank(stop.asked()):
                 time.sleep(0.5)
@@ -138,7 +138,7 @@ def main(folder: Path) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         distributed.gather("which never comes")
-    if folder.name == "stopped":
+    if folder.name in ("stopped", "ended", "shot"):
         saves_when_asked(folder)
     if folder.name == "orphaned":
         multiprocessing.get_context("fork").Process(
@@ -170,10 +170,10 @@ def launched(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """Four launches of two processes each at once, by what happens to them: the process that launches, and its folder."""
+    """Launches of two processes each, all at once, by what happens to them: the process that launches, and its folder."""
     root = tmp_path_factory.mktemp("launches")
     begun = {}
-    for name in ("checked", "killed", "stopped", "orphaned"):
+    for name in ("checked", "killed", "stopped", "ended", "shot", "orphaned"):
         (root / name).mkdir()
         process = multiprocessing.get_context("fork").Process(target=launched, args=(root / name,))
         process.start()
@@ -221,6 +221,34 @@ def test_ctrl_c_lets_the_processes_save(launches):
     assert {path.read_text() for path in folder.glob("saved*")} == {"SIGTERM"}
     assert len(list(folder.glob("saved*"))) == 2
     assert ended["shown"] == "Ctrl-C: 2 processes finish their step and save\n"  # and no lines of torchrun's
+
+
+def signal_torchrun(folder: Path, number: int) -> None:
+    wait_for(lambda: sum(path.stat().st_size > 0 for path in folder.glob("looping*")) == 2)
+    os.kill(int((folder / "looping0").read_text().split()[0]), number)
+
+
+def test_a_torchrun_told_to_end_lets_the_processes_save(launches):
+    folder = launches["ended"][1]
+    signal_torchrun(folder, signal.SIGTERM)
+    ended = outcome(launches, "ended")
+    assert ended["message"] == (
+        "torchrun was ended by SIGTERM. It had its processes save first, and the same command goes on from there."
+    )
+    assert [path.read_text() for path in folder.glob("saved*")] == ["SIGTERM"] * 2
+    assert ended["raised"] == "RuntimeError" and ended["shown"] == ""
+
+
+def test_a_killed_torchrun_is_said(launches):
+    folder = launches["shot"][1]
+    signal_torchrun(folder, signal.SIGKILL)
+    ended = outcome(launches, "shot")
+    assert ended["message"] == (
+        "torchrun was killed by SIGKILL: as a rule the system does so when memory runs out
+"
+        "The same command goes on from the last checkpoint."
+    )
+    assert ended["raised"] == "RuntimeError" and not list(folder.glob("saved*"))
 
 
 def test_a_killed_process_ends_the_others_and_is_named(launches):
@@ -354,18 +382,25 @@ def test_batches_are_shared_evenly():
         batches_a_step(1, 2)
 
 
-def test_the_line_for_several_machines():
+def test_the_line_for_several_machines(monkeypatch):
     import shlex
 
     from torch.distributed.run import get_args_parser
 
-    words = shlex.split(distributed.command(Path("/data/my runs/x")))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(launching.joblib, "cpu_count", lambda: 14)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plan = Path("/data/my runs/x/launch-0.json")
+    words = shlex.split(distributed.command(plan))
     assert words[0].startswith("PYTHONPATH=") and (Path(words[0].partition("=")[2]) / "rsnakit").is_dir()
-    assert words[1] == "torchrun"
-    arguments = get_args_parser().parse_args(words[2:])  # torchrun takes it
+    assert words[1:4] == ["OMP_NUM_THREADS=3", "TORCH_CPP_LOG_LEVEL=ERROR", "torchrun"]
+    arguments = get_args_parser().parse_args(words[4:])  # torchrun takes it
+    assert arguments.nproc_per_node == "4"
     assert (arguments.module, arguments.training_script) == (True, "rsnakit.engine")
-    assert arguments.training_script_args == ["/data/my runs/x"]
+    assert arguments.training_script_args == [str(plan)]
     assert (arguments.nnodes, arguments.rdzv_backend, arguments.rdzv_endpoint) == ("2", "c10d", "HOST:29500")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert " OMP_NUM_THREADS=2 " in distributed.command(plan)
 
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:30132."
@@ -413,7 +448,32 @@ def test_the_process_that_failed_is_found(said, told, stopped, expected, tmp_pat
         path = tmp_path / f"run/attempt_0/{number}/error.json"
         path.write_text(json.dumps({"message": {"message": "", "extraInfo": {"py_callstack": text}}}))
         os.utime(path, (100 + age, 100 + age))
-    found = launching._failure(said.splitlines(), tmp_path, stopped)
+    found = launching._failure(said.splitlines(), tmp_path, stopped, torchrun=1)
+    assert found.startswith(expected) and bool(found) == bool(expected)
+
+
+ENDED = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 26 got signal: 15\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "told", "stopped", "status", "expected"),
+    [
+        (SENT + ENDED, "", False, 1, "torchrun was ended by SIGTERM. "),
+        (SENT + ENDED, LOST, False, 1, "torchrun was ended by SIGTERM. "),
+        (SENT + ENDED, "OSError: disk full", False, 1, "process 1 failed\nOSError: disk full"),
+        (SENT + ENDED, "", True, 1, ""),  # by `launch`, before its processes had begun
+        ("", "", True, -15, ""),
+        ("", "", False, -15, "torchrun was killed by SIGTERM\n"),
+        ("", LOST, True, -9, "torchrun was killed by SIGKILL: "),
+        ("", "MemoryError", False, -9, "process 1 failed\nMemoryError"),
+    ],
+)
+def test_a_torchrun_that_was_ended_is_told_from_one_that_failed(said, told, stopped, status, expected, tmp_path):
+    if told:
+        (tmp_path / "1").mkdir()
+        error = {"message": {"message": "", "extraInfo": {"py_callstack": told}}}
+        (tmp_path / "1/error.json").write_text(json.dumps(error))
+    found = launching._failure(said.splitlines(), tmp_path, stopped, status)
     assert found.startswith(expected) and bool(found) == bool(expected)
 
 

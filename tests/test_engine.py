@@ -244,7 +244,7 @@ def test_a_finished_fold_that_lost_a_file_is_said(finished, store, table, tmp_pa
     with pytest.raises(runs.RunError, match=r"oof\.csv: \d+ rows, \d+ were written\. Delete .*fold0"):
         engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
     (folder / "fold0" / "best.safetensors").unlink()
-    with pytest.raises(runs.RunError, match=r"fold0: finished, but without best\.safetensors\. Delete it"):
+    with pytest.raises(runs.RunError, match=r"fold0: at epoch 3, but without best\.safetensors\. Delete it"):
         engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
 
 
@@ -293,12 +293,112 @@ def test_a_checkpoint_of_another_run_or_fold_is_refused(finished, store, table, 
     folder = begin(tmp_path, store, table, other)
     (folder / "fold0").mkdir()
     shutil.copy(finished / "fold0" / "last.pt", folder / "fold0")
-    with pytest.raises(runs.RunError, match=r"another run or fold \(train\.lr: 0\.003, not 0\.001\)"):
+    with pytest.raises(runs.RunError, match=r"another run, fold or set of images \(train\.lr: 0\.003, not 0\.001\)"):
         engine.fit_folds(table, store, MODEL, other, RUN, folder)
     folder = begin(tmp_path, store, table, TRAIN)
     shutil.copytree(finished / "fold0", folder / "fold1")
     with pytest.raises(runs.RunError, match=r"fold: 0, not 1"):
         engine.fit_folds(table, store, MODEL, TRAIN, dataclasses.replace(RUN, fold="1"), folder)
+
+
+def changed(table: pd.DataFrame, what: str) -> pd.DataFrame:
+    if what == "sites":  # folds are made by them
+        return table.assign(site_id=3 - table["site_id"])
+    if what == "labels":  # of what is learnt beside cancer
+        return table.assign(BIRADS=1.0)
+    return table.assign(view=table["view"].where(table["view"] != "MLO", "ML"))
+
+
+@pytest.mark.parametrize("what", ["sites", "labels", "views"])
+def test_another_table_of_the_same_images_is_refused(finished, store, table, what):
+    """Folds, heads and pairs of views are made of more than images and cancer."""
+    with pytest.raises(runs.RunError, match=r"data: "):
+        engine.fit_folds(changed(table, what), store, MODEL, TRAIN, RUN, finished)
+
+
+def test_the_order_of_the_table_changes_nothing(finished, store, table, tmp_path):
+    folder = begin(tmp_path, store, table)
+    with pytest.MonkeyPatch.context() as patch:
+        stopped_after(patch, 3)
+        engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+    engine.fit_folds(table.sample(frac=1, random_state=1), store, MODEL, TRAIN, RUN, folder)
+    same_history(finished, folder)
+
+
+def test_other_images_with_pixels_or_another_format_are_refused(finished, store, table, tmp_path):
+    """A store that lost or won images is another set of images: numbers in the checkpoint would mean others."""
+    from rsnakit import preprocess
+
+    pixels = PreprocessConfig(**store.manifest["preprocess"])
+    png = preprocess.build_store(table, pixels, tmp_path / "png", n_jobs=1, image_format="png8")
+    with pytest.raises(runs.RunError, match=r"store_format: 'block8', not 'png8'"):
+        engine.fit_folds(table, png, MODEL, TRAIN, RUN, finished)
+    real = data.usable
+
+    def fewer(table, store):
+        good, bad = real(table, store)
+        return good.iloc[:-1], pd.concat([bad, good.iloc[-1:]])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "usable", fewer)
+        with pytest.raises(runs.RunError, match=r"set of images \(images to score.*number to train on: 35, not 34"):
+            engine.fit_folds(table, store, MODEL, TRAIN, RUN, finished)
+
+
+def test_checkpoints_that_are_gone_are_said_and_nothing_is_trained_over_the_weights(finished, store, table, tmp_path):
+    folder = tmp_path / "runs" / "copy"
+    shutil.copytree(finished, folder)
+    for path in (folder / "fold0").glob("*.pt"):
+        path.unlink()
+    before = (folder / "fold0" / "best.safetensors").read_bytes()
+    with pytest.raises(runs.RunError, match=r"weights of a training, but no last\.pt"):
+        engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+    assert (folder / "fold0" / "best.safetensors").read_bytes() == before
+
+
+def test_weights_that_are_gone_are_said_before_more_epochs_are_trained(finished, store, table, tmp_path):
+    folder = tmp_path / "runs" / "copy"
+    shutil.copytree(finished, folder)
+    (folder / "fold0" / "best.safetensors").unlink()
+    longer = dataclasses.replace(TRAIN, epochs=4)
+    assert begin(tmp_path, store, table, longer, "copy") == folder
+    with pytest.raises(runs.RunError, match=r"at epoch 3, but without best\.safetensors"):
+        engine.fit_folds(table, store, MODEL, longer, RUN, folder)
+
+
+@pytest.mark.parametrize("state", [torch.zeros(3), {"settings": {}}, {"epoch": 3}], ids=["tensor", "settings", "old"])
+def test_a_checkpoint_of_something_else_is_said(store, table, tmp_path, state):
+    folder = begin(tmp_path, store, table)
+    (folder / "fold0").mkdir()
+    torch.save(state, folder / "fold0" / "last.pt")
+    with pytest.raises(
+        runs.RunError, match=r"not written by this version of the kit\. Delete it to go on from one before"
+    ):
+        engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+
+
+def test_weights_scores_and_what_describes_them_change_together(store, table, tmp_path, monkeypatch):
+    """A disk that is full in the middle of it leaves those of the epoch before, all three."""
+    folder = begin(tmp_path, store, table)
+    with pytest.MonkeyPatch.context() as patch:
+        stopped_after(patch, 8)
+        engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+    names = ("best.safetensors", "model.json", "oof.csv")
+    before = {name: (folder / "fold0" / name).read_bytes() for name in names}
+    real = pd.DataFrame.to_csv
+
+    def full(self, path, *arguments, **options):
+        if "oof.csv" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(self, path, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pd.DataFrame, "to_csv", full)
+        with pytest.raises(OSError, match=r"oof\.csv cannot be written: No space left"):
+            engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+    assert {name: (folder / "fold0" / name).read_bytes() for name in names} == before
+    engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder)
+    assert runs.read_model(folder / "fold0")["epoch"] == 3
 
 
 def test_how_a_fold_is_trained_may_change_when_it_goes_on(finished, store, table, tmp_path):
@@ -401,13 +501,24 @@ def test_several_processes_need_to_know_the_table_and_the_step(store, table, com
         engine.fit_folds(table, store, MODEL, TRAIN, RUN, folder, LoopConfig(n_procs=2), competition)
 
 
+def test_two_folds_started_at_once_have_a_plan_each(store, table, competition, tmp_path, monkeypatch):
+    """The processes read it seconds later, when the other fold's has been written."""
+    config = dataclasses.replace(TRAIN, accumulate=2)
+    folder, plans = begin(tmp_path, store, table, config), []
+    monkeypatch.setattr(engine.distributed, "launch", lambda plan, n_procs: plans.append((plan, n_procs)))
+    for fold in ("0", "1"):
+        run = dataclasses.replace(RUN, fold=fold)
+        engine.fit_folds(table, store, MODEL, config, run, folder, LoopConfig(n_procs=2), competition)
+    assert [json.loads(plan.read_text())["run"]["fold"] for plan, n_procs in plans if n_procs == 2] == ["0", "1"]
+
+
 def test_for_several_machines_the_command_is_printed(store, table, competition, tmp_path, capsys):
     config = dataclasses.replace(TRAIN, accumulate=4)
     folder = begin(tmp_path, store, table, config)
     assert engine.fit_folds(table, store, MODEL, config, RUN, folder, LoopConfig(n_procs=-1), competition) == {}
     printed = capsys.readouterr().out
     assert "torchrun" in printed and "--nnodes" in printed and str(folder) in printed
-    plan = json.loads((folder / "launch.json").read_text())
+    plan = json.loads((folder / "launch-0.json").read_text())
     assert plan["train"]["accumulate"] == 4 and plan["store"] == str(store.path)
 
 

@@ -1,5 +1,6 @@
 """rsnakit.files: what is left of a file and of a lock when a writer is killed."""
 
+import errno
 import json
 import os
 import re
@@ -218,15 +219,39 @@ def test_lock_of_another_machine_lives_by_its_heartbeat(tmp_path, host):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ["", '{"host": "a'])
+@pytest.mark.parametrize(
+    "content", ["", '{"host": "a', "[]", "3", "null", "{}", '{"host": 1, "pid": 1, "started": "1"}', "\xff"]
+)
 def test_lock_that_was_never_filled_is_waited_for_and_taken_over(tmp_path, content):
     path = tmp_path / "lock.json"
-    path.write_text(content)
+    path.write_text(content, encoding="latin-1")
     with pytest.raises(LockedError, match="unknown machine"), Lock(tmp_path, "x"):
         pass
     os.utime(path, (0, 0))
     with Lock(tmp_path, "x"):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_folder_that_cannot_be_written_to_is_said(tmp_path, monkeypatch, number):
+    """As a read-only disk answers; root, as whom tests may run, is refused by no folder's mode."""
+
+    def refuse(path, *arguments, **settings):
+        raise OSError(number, os.strerror(number), str(path))
+
+    for name, where in (("open", files), ("mkdir", Path)):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, refuse, raising=False)
+            with pytest.raises(OSError) as refused, Lock(tmp_path / "fold0", "fold 0 of run x"):
+                pass
+        assert refused.value.errno == number and type(refused.value) is type(OSError(number, ""))
+        assert re.fullmatch(
+            rf"fold 0 of run x: {tmp_path}/fold0 cannot be written to: {os.strerror(number)}\. Give another folder, .*",
+            refused.value.strerror,
+        )
+    with pytest.raises(NotADirectoryError, match=r"a/b"):  # others stay what they are
+        (tmp_path / "a").touch()
+        Lock(tmp_path / "a" / "b", "x").__enter__()
 
 
 def test_heartbeat_touches_the_lock(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ LADDER = (
         "results", "checkpoint", "headers", "weights", "speed",
     ),
     ("models", "samplers", "data", "prepare", "reading", "batches", "compare", "jobs", "preprocess", "demo", "recipe", "loop"),
-    ("trainer", "rounds", "engine", "infer"),
+    ("trainer", "rounds", "resuming", "engine", "infer"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 

@@ -168,7 +168,7 @@ def test_a_step_of_fewer_batches_than_processors_share_loses_none(monkeypatch):
 @pytest.mark.parametrize("given", [0, 3, 4])
 def test_a_loader_that_gives_fewer_batches_than_the_steps_need_is_refused(given):
     model = Linear(0.1)
-    with pytest.raises(ValueError, match=r"loader gave \d of the \d batches of a step"):
+    with pytest.raises(ValueError, match=r"loader has \d batches, and the steps 6"):
         train_one_epoch(model, batches(4 * 6)[:given], *parts(model), cancer_alone, steps=[[4, 4]] * 3)
 
 
@@ -696,3 +696,29 @@ def test_an_auxiliary_logit_that_is_not_finite_stops_the_run():
     nn.init.constant_(model.classes, math.inf)
     with pytest.raises(FloatingPointError, match="loss is nan in batch 1"):
         train_one_epoch(model, loader, *parts(model), lambda a, b: losses.training_loss(a, b, aux_weight=0.1))
+
+
+def test_batches_and_models_of_another_kind_are_named():
+    model, plain = Linear(0.1), batches()
+    for loader, said in (
+        ([{"image": plain[0]["image"], "cancer": plain[0]["cancer"]}], "cancer, image$"),
+        ([(plain[0]["image"], plain[0]["cancer"])], "a tuple$"),
+    ):
+        with pytest.raises(ValueError, match=rf"a batch is a dict of tensors with cancer, image, item, .*not .*{said}"):
+            train_one_epoch(model, loader, *parts(model), cancer_alone)
+        with pytest.raises(ValueError, match="a batch is a dict"):
+            evaluate(model, loader, cancer_alone)
+    bare = nn.Sequential(nn.Flatten(), nn.Linear(4, 1))
+    with pytest.raises(ValueError, match="a model gives a dict of logits, .*not a Tensor"):
+        train_one_epoch(bare, plain, *parts(bare), cancer_alone)
+
+
+def test_steps_of_another_loader_are_refused():
+    """More batches than the steps have would be left out in silence; other sizes would make other gradients."""
+    model, loader = Linear(0.1), batches(24, 4)
+    with pytest.raises(ValueError, match="loader has 6 batches, and the steps 2"):
+        train_one_epoch(model, loader, *parts(model), cancer_alone, steps=[[4], [4]])
+    with pytest.raises(ValueError, match="gave a batch of 4, and the step has one of 400"):
+        train_one_epoch(model, loader, *parts(model), cancer_alone, steps=[[400, 1]] * 3)
+    with pytest.raises(ValueError, match="gave a batch of 0, and the step has one of 4"):
+        train_one_epoch(model, iter(loader[:2]), *parts(model), cancer_alone, steps=[[4]] * 3)

@@ -444,6 +444,94 @@ def test_second_writer_is_refused(table, tmp_path):
         build_store(table, CONFIG, tmp_path / "store", n_jobs=1)
 
 
+HOLDER = """
+import sys
+from rsnakit.files import Lock
+with Lock(sys.argv[1], "store of another notebook"):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A folder whose lock another process holds, and that process; it lets go once its input ends."""
+    folder = tmp_path / "store"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+    assert process.stdout.readline() == "ready\n"
+    yield folder, process
+    process.kill()
+    process.communicate()
+
+
+def test_a_whole_store_is_opened_while_another_process_holds_it(table, finished, held, capsys):
+    """Two notebooks on the demo at once: the second one has nothing to write."""
+    folder, _ = held
+    shutil.copytree(finished, folder, dirs_exist_ok=True)
+    images = ensure_store(table, CONFIG, folder, RunConfig(n_jobs=1), build=True)
+    assert len(images) == 36 and np.array_equal(images[7], Store(finished)[7])
+    assert capsys.readouterr().out == ""
+    with pytest.raises(LockedError):  # 02_preprocess is a second writer all the same
+        build_store(table, CONFIG, folder, n_jobs=1)
+    with pytest.raises(StoreError, match="height is 64 in the store and 96 now"):
+        ensure_store(table, PreprocessConfig(height=96, width=32), folder, RunConfig(n_jobs=1), build=True)
+    os.truncate(table["path"][0], (size := os.path.getsize(table["path"][0])) + 1)
+    with pytest.raises(StoreError, match="was stored from a file of"):
+        ensure_store(table, CONFIG, folder, RunConfig(n_jobs=1), build=True)
+    os.truncate(table["path"][0], size)
+
+
+@pytest.mark.parametrize("lacking", ["nothing yet", "an image", "a bad one", "pixels"])
+def test_a_store_in_the_making_is_waited_for(table, finished, held, capsys, monkeypatch, lacking):
+    folder, process = held
+    table, again = table.copy(), 0
+    if lacking != "nothing yet":
+        again = 36 if lacking == "pixels" else 1
+        shutil.copytree(finished, folder, dirs_exist_ok=True)
+        if lacking == "pixels":
+            (folder / "images.bin").write_bytes(bytes((folder / "images.bin").stat().st_size))
+        else:
+            lines = (folder / "index.csv").read_text().splitlines(keepends=True)
+            bad = [] if lacking == "an image" else [lines[-1].replace(",ok,,", ",failed,cut short,")]
+            (folder / "index.csv").write_text("".join(lines[:-1] + bad))
+    made, waited = [], []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        assert not made
+        if len(waited) == 3:  # the other one has made the store, or begun it, and ends
+            if lacking == "nothing yet":
+                shutil.copytree(finished, folder, dirs_exist_ok=True)
+            process.communicate()
+
+    def prepared(path, config):
+        made.append(path)
+        return prepare(path, config)
+
+    monkeypatch.setattr(preprocess.time, "sleep", sleep)
+    monkeypatch.setattr(jobs, "prepare", prepared)
+    images = ensure_store(table, CONFIG, folder, RunConfig(n_jobs=1), build=True)
+    assert (images.index["status"] == "ok").all() and len(images) == 36
+    assert len(made) == again and len(waited) == 3
+    said = capsys.readouterr().out
+    assert said.startswith("waiting, up to 6 h: store store: process ") and said.count("\n") == 1
+    assert f"process {process.pid} on " in said and str(folder) in said
+    assert not (folder / "lock.json").exists()
+
+
+def test_a_store_is_not_waited_for_without_an_end_nor_for_the_dead(table, held, monkeypatch):
+    folder, process = held
+    monkeypatch.setattr(preprocess, "WAIT_S", 0)
+    monkeypatch.setattr(preprocess, "POLL_S", 0.01)
+    with pytest.raises(LockedError, match=f"process {process.pid} on"):
+        ensure_store(table.head(2), CONFIG, folder, RunConfig(n_jobs=1), build=True)
+    process.kill()
+    process.wait()
+    assert len(ensure_store(table.head(2), CONFIG, folder, RunConfig(n_jobs=1), build=True)) == 2
+
+
 QUIET = """
 import os, sys
 from pathlib import Path
