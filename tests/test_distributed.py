@@ -244,8 +244,7 @@ def test_a_killed_torchrun_is_said(launches):
     signal_torchrun(folder, signal.SIGKILL)
     ended = outcome(launches, "shot")
     assert ended["message"] == (
-        "torchrun was killed by SIGKILL: as a rule the system does so when memory runs out
-"
+        "torchrun was killed by SIGKILL: as a rule the system does so when memory runs out\n"
         "The same command goes on from the last checkpoint."
     )
     assert ended["raised"] == "RuntimeError" and not list(folder.glob("saved*"))

@@ -701,7 +701,7 @@ def test_an_auxiliary_logit_that_is_not_finite_stops_the_run():
 def test_batches_and_models_of_another_kind_are_named():
     model, plain = Linear(0.1), batches()
     for loader, said in (
-        ([{"image": plain[0]["image"], "cancer": plain[0]["cancer"]}], "cancer, image$"),
+        ([{"image": plain[0]["image"], "cancer": plain[0]["cancer"]}], "image, cancer$"),
         ([(plain[0]["image"], plain[0]["cancer"])], "a tuple$"),
     ):
         with pytest.raises(ValueError, match=rf"a batch is a dict of tensors with cancer, image, item, .*not .*{said}"):
