@@ -77,7 +77,8 @@ def train_one_epoch(
         ValueError: the loader gave nothing, or other batches than `steps` says.
     """
     model.train()
-    tally, place = Tally() if tally is None else tally, torch.device(device)
+    tally = Tally() if tally is None else tally
+    place, context = torch.device(device), autocast(device, precision)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with progress.bar(_length(loader), description) as bar, _watched(optimizer, scaler) as step:
         for batches, count, items in optimizer_steps(loader, steps):
@@ -85,7 +86,7 @@ def train_one_epoch(
             for number, batch in enumerate(batches, start=1):
                 # Gradients add up in place; processors exchange them once a step, in the backward pass of its last batch.
                 with contextlib.nullcontext() if number == count else distributed.no_sync(model):
-                    outputs, loss = _loss(model, batch, loss_of, place, precision, mix)
+                    outputs, loss = _loss(model, batch, loss_of, place, context, mix)
                     # Batches of a step may differ in size, and processors' gradients are averaged: both are made up for.
                     share = batch["item"].shape[0] * distributed.world() / items
                     scaler.scale(loss if share == 1 else loss * share).backward()
@@ -139,10 +140,10 @@ def evaluate(
         FloatingPointError: the loss is NaN or infinite.
     """
     model.eval()
-    tally, place = Tally(), torch.device(device)
+    tally, place, context = Tally(), torch.device(device), autocast(device, precision)
     with progress.bar(_length(loader), description) as bar:
         for batch in map(_checked, loader):
-            outputs, loss = _loss(model, batch, loss_of, place, precision)
+            outputs, loss = _loss(model, batch, loss_of, place, context)
             tally.add(loss, outputs["cancer"], batch)
             bar.update()
             if after_batch is not None:
@@ -204,9 +205,14 @@ def _checked(batch: Tensors) -> Tensors:
 
 
 def _loss(
-    model: nn.Module, batch: Tensors, loss_of: Loss, device: torch.device, precision: str, mix: mixing.Mix | None = None
+    model: nn.Module,
+    batch: Tensors,
+    loss_of: Loss,
+    device: torch.device,
+    context: contextlib.AbstractContextManager,
+    mix: mixing.Mix | None = None,
 ) -> tuple[Tensors, torch.Tensor]:
-    """The model's logits for a batch, and their loss in float32."""
+    """The model's logits for a batch, under autocast (`context`), and their loss in float32."""
     images = batch["image"].to(device, non_blocking=True)
     lam = 1.0
     if mix is not None:
@@ -214,7 +220,7 @@ def _loss(
         lam = mix(images)
     # These stay where the loader put them: the model picks the views that are there, and on a device that would make it wait.
     views = {name: batch[name] for name in VIEWS if name in batch}
-    with autocast(device, precision):
+    with context:
         outputs = model(images, **views)
     if not isinstance(outputs, Mapping) or "cancer" not in outputs:
         raise ValueError(f"a model gives a dict of logits, cancer (B,) among them, not a {type(outputs).__name__}")

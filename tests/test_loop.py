@@ -709,7 +709,7 @@ def test_batches_and_models_of_another_kind_are_named():
         with pytest.raises(ValueError, match="a batch is a dict"):
             evaluate(model, loader, cancer_alone)
     bare = nn.Sequential(nn.Flatten(), nn.Linear(4, 1))
-    with pytest.raises(ValueError, match="a model gives a dict of logits, .*not a Tensor"):
+    with pytest.raises(ValueError, match=r"a model gives a dict of logits, .*not a Tensor"):
         train_one_epoch(bare, plain, *parts(bare), cancer_alone)
 
 
