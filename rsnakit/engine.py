@@ -152,9 +152,8 @@ def fit(
         RuntimeError: no checkpoint can be read, the disk is full, or memory does not do; what is safe is said.
     """
     data.check_folds(table, folds)
-    table = table.sort_values(
-        ["patient_id", "image_id"], kind="stable"
-    )  # the same data in another order is the same run
+    # The same data in another order is the same run.
+    table = table.sort_values(["patient_id", "image_id"], kind="stable")
     folds = folds.loc[table.index]
     folder, unit = out / f"fold{fold}", unit_of(model_config)
     train = data.side(table[folds != fold], store, unit, f"training side of fold {fold}")

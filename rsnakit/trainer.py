@@ -55,9 +55,8 @@ class Trainer:
         torch.manual_seed(data.sample_seed(config.seed, fold, INITIAL))
         self.model = self._build(model_config, begun=state is not None)
         self.ema = recipe.make_ema(self.model, config)
-        self.loss_of, self.mix = recipe.make_loss(config), Mix(config.mixup, config.cutmix)
-        if not (config.mixup or config.cutmix):
-            self.mix = None
+        self.loss_of = recipe.make_loss(config)
+        self.mix = Mix(config.mixup, config.cutmix) if config.mixup or config.cutmix else None
 
         dataset = self.dataset(images, augment.build(config.augment, *store.shape), model_config.aux, draw=True)
         accumulate = distributed.batches_a_step(config.accumulate, distributed.world())
