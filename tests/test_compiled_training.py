@@ -27,7 +27,7 @@ def graphs(monkeypatch) -> list:
     return seen
 
 
-@pytest.mark.parametrize("views", ["none", "attention"])
+@pytest.mark.parametrize("views", ["none", pytest.param("attention", marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_first_epoch(graphs, store, table, tmp_path, views, monkeypatch):  # T13
     """Batches of two sizes, evaluation with other ones and a short last batch, an average evaluated too."""
     config = dataclasses.replace(TRAIN, epochs=2, ema_decay=0.9, batch_size=6)

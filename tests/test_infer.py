@@ -428,7 +428,7 @@ def test_inference_gives_the_out_of_fold_scores_of_the_same_images(competition, 
     oof = runs.read_oof(folder)
     found = report.groupby("prediction_id")["score"].first()[oof["patient_id"] + "_" + oof["laterality"]]
     np.testing.assert_allclose(found.to_numpy(), oof["score"], atol=1e-5)
-    assert len(oof) > 10 and oof["score"].std() > 1e-3
+    assert len(oof) > 10 and np.ptp(oof["score"]) > 1e-3  # a hundred times what they may be off
 
 
 def test_lists_of_a_run_and_tuples_of_a_notebook_are_the_same(tmp_path):

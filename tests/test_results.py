@@ -10,6 +10,8 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from rsnakit import metrics, params, plots, results, runs
+from rsnakit.demo import DemoConfig
+from rsnakit.engine import LoopConfig
 from rsnakit.env import RunConfig
 from rsnakit.runs import OOF_COLUMNS
 
@@ -85,6 +87,7 @@ def test_the_cells_after_training_where_nothing_is_trained_yet(run, capsys):  # 
     assert len(after) == 6
     usable = pd.DataFrame({"patient_id": ["7"], "laterality": "L", "view": "CC", "image_id": "1"})
     names = {"folder": run, "usable": usable, "images": None, "run_config": RunConfig(), "dataclasses": dataclasses}
+    names |= {"loop_config": LoopConfig(), "demo_config": DemoConfig()}
     names |= {"metrics": metrics, "params": params, "plots": plots, "results": results, "runs": runs}
     shown = []
     for text in after:

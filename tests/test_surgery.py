@@ -576,7 +576,7 @@ OWN_SIZE = {"byoanet", "deepseek_vit", "inception_v3"}  # do not take 128 pixels
 @pytest.mark.parametrize(
     "family",
     # A third of the quick ones in the fast tests, all others in the slow ones.
-    [pytest.param(name, marks=() if name in families.QUICK[::3] else pytest.mark.slow) for name in families.SMALLEST],
+    [pytest.param(name, marks=() if name in families.QUICK[::6] else pytest.mark.slow) for name in families.SMALLEST],
 )
 def test_every_family_of_timm_takes_half_the_stride_or_says_why_not(family):
     name = families.SMALLEST[family]

@@ -208,9 +208,9 @@ def test_killed_at_three_moments_it_ends_the_same(command, unbroken):  # C01, C0
     assert command.done() == (0, 1)
     assert command(dies={"batch": batches - TRAIN.accumulate + 2}) == -signal.SIGKILL
     assert command.done() == (0, STEPS)
-    # The dead one's lock, oof.csv, best.safetensors, model.json, history.csv, last.pt to previous.pt: killed before the new one
-    # is in its place.
-    assert command(dies={"replace": 7}) == -signal.SIGKILL
+    # The dead one's lock; best.safetensors, model.json, oof.csv written aside and moved to their places; history.csv; last.pt
+    # to previous.pt: killed before the new one is in its place.
+    assert command(dies={"replace": 10}) == -signal.SIGKILL
     assert not (command.fold / "last.pt").exists() and command.done() == (0, STEPS)
     assert runs.unfinished_folds(command.fold.parent) == {0: "epoch 1 of 3"}
     assert command() == 0, command.log()
@@ -326,10 +326,12 @@ def test_another_data_set_or_run_is_refused_and_nothing_begins_anew(unbroken, co
     other = dataclasses.replace(TRAIN, lr=1e-4)
     elsewhere = open_run(tmp_path, store, table, other, "other")
     shutil.copytree(copy / "fold0", elsewhere / "fold0")
-    with pytest.raises(runs.RunError, match=r"checkpoint of another run or fold \(train\.lr: 0\.003, not 0\.0001\)"):
+    with pytest.raises(
+        runs.RunError, match=r"checkpoint of another run, fold or set of images \(train\.lr: 0\.003, not 0\.0001\)"
+    ):
         engine.fit_folds(table, store, MODEL, other, RUN, elsewhere)
     shutil.copytree(copy / "fold0", copy / "fold1")
-    with pytest.raises(runs.RunError, match=r"checkpoint of another run or fold \(fold: 0, not 1\)"):
+    with pytest.raises(runs.RunError, match=r"checkpoint of another run, fold or set of images \(fold: 0, not 1"):
         engine.fit_folds(table, store, MODEL, TRAIN, dataclasses.replace(RUN, fold="1"), copy)
     shutil.rmtree(copy / "fold1")
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
