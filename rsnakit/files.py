@@ -121,7 +121,7 @@ class Lock:
 
     def _take(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._text = json.dumps({"host": _machine(), "pid": os.getpid(), "started": _process_start(os.getpid())})
+        self._text = json.dumps({"host": _machine(), "pid": os.getpid(), "started": process_start(os.getpid())})
         for _ in range(3):
             try:
                 with open(self.path, "x", encoding="utf-8") as f:
@@ -158,7 +158,7 @@ class Lock:
             return  # given back meanwhile
         holder = _holder(text)
         if holder.get("host") == _machine():
-            alive = _process_start(holder["pid"]) == holder["started"]
+            alive = process_start(holder["pid"]) == holder["started"]
         else:
             alive = age < STALE_S
         if alive:
@@ -199,7 +199,7 @@ def _remove_leftovers(path: Path) -> None:
         host, _, pid = leftover.name[len(path.name) + 2 : -len(".tmp")].rpartition(".")
         with contextlib.suppress(OSError):  # its writer, or another, was quicker
             if host == here and pid.isdecimal():
-                gone = _process_start(int(pid)) is None
+                gone = process_start(int(pid)) is None
             else:
                 gone = time.time() - leftover.stat().st_mtime > STALE_S
             if gone:
@@ -214,7 +214,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _process_start(pid: int) -> str | None:
+def process_start(pid: int) -> str | None:
     """When a process of this machine began, None where there is none: tells a process from a later one of its number."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from typing import IO
 import joblib
 import torch
 
-from rsnakit.files import _process_start, write_atomic
+from rsnakit.files import process_start, write_atomic
 from rsnakit.progress import LAUNCHER, Follower
 from rsnakit.stopping import Stop
 
@@ -82,7 +82,7 @@ def launch(plan: Path | str, n_procs: int, module: str = "rsnakit.engine") -> st
         **os.environ,
         **_quiet(n_procs),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
-        LAUNCHER: f"{os.getpid()} {_process_start(os.getpid())}",
+        LAUNCHER: f"{os.getpid()} {process_start(os.getpid())}",
     }
     with Stop() as stop, tempfile.TemporaryDirectory(prefix="rsnakit-", ignore_cleanup_errors=True) as logs:
         line = [
@@ -152,7 +152,7 @@ def _read(stream: IO[bytes], is_error: bool, lines: queue.SimpleQueue) -> None:
 def _ranks(logs: Path) -> list[int]:
     """The numbers of the processes that have begun and are there still."""
     told = [path.read_text().split() for path in logs.glob("**/pid")]
-    return [int(pid) for pid, started in told if _process_start(int(pid)) == started]
+    return [int(pid) for pid, started in told if process_start(int(pid)) == started]
 
 
 def _send(pid: int, number: int) -> None:
@@ -217,14 +217,14 @@ def end_with_parent() -> None:
         return
     faulthandler.enable()
     parent = os.getppid()
-    watched = [(parent, _process_start(parent))]
+    watched = [(parent, process_start(parent))]
     if launcher := os.environ.get(LAUNCHER):
         pid, started = launcher.split(" ", 1)
         watched.append((int(pid), started))
-        write_atomic(Path(os.environ[ERROR_FILE]).with_name("pid"), f"{os.getpid()} {_process_start(os.getpid())}")
+        write_atomic(Path(os.environ[ERROR_FILE]).with_name("pid"), f"{os.getpid()} {process_start(os.getpid())}")
 
     def watch() -> None:
-        while os.getppid() == parent and all(_process_start(pid) == started for pid, started in watched):
+        while os.getppid() == parent and all(process_start(pid) == started for pid, started in watched):
             time.sleep(WATCH_S)
         _end(1)
 

@@ -109,7 +109,7 @@ def train_one_epoch(
                 )
             if bar.due:
                 tally.read(scaler.is_enabled())
-                bar.show(**tally.live(), lr=_rate(optimizer))
+                bar.show(**tally.live(), lr=learning_rate(optimizer))
             if after_step is not None:
                 after_step()
     scored = tally.scored(scaler.is_enabled())
@@ -252,7 +252,7 @@ def _watched(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> 
         hook.remove()
 
 
-def _rate(optimizer: torch.optim.Optimizer) -> float:
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
     """The learning rate; with layer decay the head's, which is the highest."""
     return max(group["lr"] for group in optimizer.param_groups)
 

@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rsnakit import checkpoint, data, distributed, history, models
 from rsnakit.files import replacing
-from rsnakit.loop import Stopped
+from rsnakit.loop import Stopped, learning_rate
 from rsnakit.stopping import Stop
 from rsnakit.trainer import Trainer
 
@@ -44,7 +44,7 @@ class Rounds:
         self.begun = begun - trainer.seconds
         title = f"fold {trainer.fold}, epoch {trainer.epoch + 1} of {trainer.config.epochs}"
         trained = trainer.train(title, self.after_step)
-        lr = max(group["lr"] for group in trainer.optimizer.param_groups)
+        lr = learning_rate(trainer.optimizer)
         scored = {"valid": trainer.evaluate(trainer.model, self.valid_loader, f"{title}, scores", self.after_batch)}
         if trainer.ema:
             scored["ema_valid"] = trainer.evaluate(

@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import math
-import random
 from collections.abc import Callable
 
-import numpy as np
 import pandas as pd
 import torch
+from timm.utils import random_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -137,7 +136,7 @@ class Trainer:
         if self._random is None:
             # Dropout and mixup draw from here; seeded by the epoch and the processor.
             number = DROPOUT + self.epoch + 2**20 * distributed.rank()
-            seed_all(data.sample_seed(self.config.seed, self.fold, number))
+            random_seed(data.sample_seed(self.config.seed, self.fold, number))
         else:
             checkpoint.set_rng_state(self._random, self.device)
             self._random = None
@@ -218,10 +217,3 @@ def check_size(model: nn.Module, shape: tuple[int, int]) -> None:
         raise ValueError(f"{refusal} Give it another height and width, or take another backbone.") from error
     finally:
         model.train(training)
-
-
-def seed_all(seed: int) -> None:
-    """Seeds the generators that models and mixup draw from: torch's, numpy's and Python's."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)

@@ -23,7 +23,7 @@ from torch import nn
 
 from rsnakit import distributed, launching, progress, stopping
 from rsnakit.distributed import batches_a_step, processes
-from rsnakit.files import _process_start
+from rsnakit.files import process_start
 
 TESTS = Path(__file__).parent
 
@@ -202,10 +202,10 @@ def test_a_killed_launcher_takes_all_with_it(launches):
     process, folder = launches["orphaned"]
     wait_for(lambda: len([path for path in folder.glob("scribbled_*") if path.stat().st_size]) == 4)
     pids = {int(path.read_text().split()[0]) for path in folder.glob("scribbled_*")}
-    assert len(pids) == 4 and all(_process_start(pid) for pid in pids)
+    assert len(pids) == 4 and all(process_start(pid) for pid in pids)
     os.killpg(process.pid, signal.SIGKILL)
     begun = time.monotonic()
-    wait_for(lambda: not any(_process_start(pid) for pid in pids), 5)
+    wait_for(lambda: not any(process_start(pid) for pid in pids), 5)
     print(f"gone after {time.monotonic() - begun:.1f} s")
     sizes = [path.stat().st_size for path in sorted(folder.glob("scribbled_*"))]
     time.sleep(0.2)
