@@ -13,19 +13,23 @@ MODULES = {path.stem: path for path in (REPOSITORY / "rsnakit").glob("*.py") if 
 LADDER = (
     (
         "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
-        "look", "metrics", "phantom", "tables", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling",
-        "progress", "stopping", "failures", "launching", "distributed", "mixing",
+        "look", "scoring", "resampling", "breasts", "metrics", "calibration", "nested", "phantom", "tables", "folds",
+        "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress", "stopping", "failures",
+        "launching", "distributed", "mixing",
     ),
     (
         "params", "env", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow", "pyramid",
-        "surgery", "families", "necks", "views",
+        "surgery", "families", "necks", "views", "leaks", "subgroups",
     ),
     (
-        "store", "augment", "losses", "plots_data", "plots_train", "plots", "plots_models", "runs", "tally", "history",
-        "results", "checkpoint", "headers", "weights", "speed",
+        "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots", "plots_models", "runs", "tally",
+        "history", "results", "checkpoint", "headers", "weights", "speed",
     ),
-    ("models", "samplers", "data", "prepare", "reading", "batches", "compare", "jobs", "preprocess", "demo", "recipe", "loop"),
-    ("trainer", "rounds", "resuming", "engine", "infer"),
+    (
+        "models", "heatmaps", "samplers", "data", "prepare", "reading", "batches", "compare", "jobs", "preprocess", "demo",
+        "recipe", "loop",
+    ),
+    ("trainer", "rounds", "resuming", "engine", "infer", "evaluation", "viewer"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 

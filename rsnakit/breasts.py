@@ -1,0 +1,1 @@
+"""From images to breasts, and from several tables of the same breasts to one."""

@@ -1,0 +1,1 @@
+"""Scores made probabilities, by folds that they do not score."""

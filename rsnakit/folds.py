@@ -1,0 +1,1 @@
+"""Splits of a table into folds: by patient, or by machine."""

@@ -1,0 +1,1 @@
+"""Figures of an evaluation: thresholds, operating points, calibration, subgroups, folds and runs."""

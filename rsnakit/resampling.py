@@ -1,0 +1,1 @@
+"""Intervals: patients drawn again, and Wilson's."""

@@ -1,0 +1,1 @@
+"""Statistics of scores against labels: pF1, thresholds, AUC, calibration."""

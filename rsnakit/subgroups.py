@@ -1,0 +1,1 @@
+"""Scores within sites, machines, views, ages and the like."""

@@ -1,0 +1,1 @@
+"""A patient's views side by side, to be picked in JupyterLab."""
