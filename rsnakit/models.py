@@ -175,12 +175,19 @@ class CancerNet(nn.Module):
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         """Pooled features, (N, C), of images (N, 1, H, W) in [0, 1]."""
+        return self.pooled(self.maps(x))
+
+    def maps(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """What is pooled of images (N, 1, H, W) in [0, 1]: the backbone's last maps, (N, C, h, w), those of a transformer
+        as (N, C, tokens, 1); or the neck's, finest first."""
         x = (x - self.mean) / self.std
         if self.neck is not None:
-            maps = self.neck(self.pyramid(self.backbone, x))
-        else:
-            # The whole backbone, not forward_features: a norm or convolution that timm counts to the classifier belongs to it.
-            maps = [as_maps(self.backbone(x), self.backbone)]  # (N, C, h, w)
+            return self.neck(self.pyramid(self.backbone, x))
+        # The whole backbone, not forward_features: a norm or convolution that timm counts to the classifier belongs to it.
+        return [as_maps(self.backbone(x), self.backbone)]
+
+    def pooled(self, maps: list[torch.Tensor]) -> torch.Tensor:
+        """Features, (N, C), of what `maps` gives."""
         return torch.cat([self.pool(level) for level in maps], 1).to(self.head.weight.dtype)
 
     def classify(
