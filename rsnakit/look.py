@@ -8,7 +8,8 @@ import functools
 import itertools
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -21,6 +22,7 @@ SITES = {"1": "#009E73", "2": "#CC79A7"}  # bluish green, reddish purple
 TRAIN, VALIDATION = "#E69F00", "#000000"  # orange, black
 NEUTRAL, MISSING = "#5A6470", "#BDBDBD"
 CROP = "#F0E442"  # yellow: seen on black and on grey
+NAMES = {"site_id": "site", "machine_id": "machine", "BIRADS": "BI-RADS"}  # of columns, as figures write them
 FUNCTIONS = {"LINEAR": "#56B4E9", "LINEAR_EXACT": "#F0E442", "SIGMOID": "#000000"}
 
 WIDTH = 10.5  # inches: the width of a cell's output in JupyterLab at 100 %
@@ -87,6 +89,61 @@ def label_bars(ax: Axes, labels: list[str], inches: float) -> None:
     neighbours = [(left + right) / 2 for left, right in itertools.pairwise(lengths)]
     crowded = max(neighbours, default=0.0) > room
     ax.set_xticks(range(len(labels)), labels, rotation=90 if crowded else 0, fontsize=min(10.0, 65 * room))
+
+
+class Line(NamedTuple):
+    """Of a forest plot: a value with its interval, or a note in place of both."""
+
+    label: str
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    color: str = NEUTRAL
+    note: str = ""
+
+
+def forest(ax: Axes, sections: Mapping[str, Iterable[Line]], limits: tuple[float, float], written: str = "") -> float:
+    """A line a group below the heading of its section, if that isn't empty: a dot and its interval as a bar.
+
+    Values beyond the limits are triangles at the edge.
+
+    Args:
+        sections: lines by heading.
+        limits: of the axis; NaN takes no part in them.
+        written: how a value is written beside its line, such as "{:.2f}"; empty: not at all.
+
+    Returns:
+        How many lines high the whole is.
+    """
+    ticks, labels, bold, y = [], [], [], 0.0
+    for heading, lines in sections.items():
+        if heading:
+            ticks.append(y), labels.append(heading), bold.append(True)
+            y += 1
+        for line in lines:
+            ticks.append(y), labels.append(line.label), bold.append(False)
+            _draw_line(ax, y, line, limits, written)
+            y += 1
+        y += 0.5
+    ax.set_yticks(ticks, labels)
+    for label, heavy in zip(ax.get_yticklabels(), bold, strict=True):
+        label.set_fontweight("bold" if heavy else "normal")
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlim=limits, ylim=(y - 0.5, -0.8))
+    ax.grid(True, axis="x")
+    return y - 0.5
+
+
+def _draw_line(ax: Axes, y: float, line: Line, limits: tuple[float, float], written: str) -> None:
+    (least, most), text = limits, line.note
+    if not math.isnan(line.value):
+        ax.plot([line.low, line.high], [y, y], color=line.color, linewidth=2, solid_capstyle="butt")
+        marker = "<" if line.value < least else ">" if line.value > most else "o"
+        ax.plot(min(max(line.value, least), most), y, marker, color=line.color, clip_on=False)
+        ends = "" if math.isnan(line.low) else f" ({written} to {written})".format(line.low, line.high)
+        text = written.format(line.value) + ends + f"  {line.note}" * bool(line.note) if written else ""
+    if text:
+        ax.annotate(text, (1, y), (6, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=9)
 
 
 def color_of(value: str, colors: dict[str, str] | None = None) -> str:

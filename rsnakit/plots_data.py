@@ -9,11 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rsnakit import look, metrics
-from rsnakit.look import NEUTRAL, SITES, WIDTH, number, percent
+from rsnakit.look import NAMES, NEUTRAL, SITES, WIDTH, number, percent
+from rsnakit.subgroups import categories
 
-AGES = {"<40": 40, "40-49": 50, "50-59": 60, "60-69": 70, "70-79": 80, "80+": math.inf}  # their upper ends
-NAMES = {"site_id": "site", "machine_id": "machine", "BIRADS": "BI-RADS"}  # as figures write them
-FIXED_ORDER = ("site_id", "density", "BIRADS", "implant")  # the others come by size
 RATE_COLUMNS = (("site_id", "machine_id"), ("view", "implant"), ("age", "density"))
 
 
@@ -33,7 +31,7 @@ def counts(table: pd.DataFrame) -> Figure:
     figure, axes = plt.subplot_mosaic(mosaic, figsize=(WIDTH, 2.6 * len(rows)))
     for row in rows:
         for name in row:
-            values, order = _categories(table, name)
+            values, order = categories(table, name)
             heights = values.value_counts().reindex(order)
             colors = [look.color_of(value, SITES if name == "site_id" else None) for value in order]
             bars = axes[name].bar(range(len(order)), heights, 0.75, color=colors)
@@ -76,8 +74,10 @@ def positive_rate(table: pd.DataFrame) -> Figure:
     figure, axes = plt.subplots(1, len(columns), figsize=(WIDTH, 1.3 + 0.24 * lines), squeeze=False)
     for ax, column in zip(axes[0], columns, strict=True):
         ax.axvline(100 * breasts.mean(), color="black", linewidth=1, linestyle=":", zorder=1)
-        _forest(ax, column, limit)
-        ax.set_ylim(lines - 0.7, -0.8)
+        look.forest(
+            ax, {f"{NAMES.get(name, name)} (breasts)": _lines(name, rate) for name, rate in column.items()}, (0, limit)
+        )
+        ax.set(ylim=(lines - 0.7, -0.8), xlabel="breasts with cancer, %")
     return look.titled(figure, f"{title} {_compare_sites(rates.get('site_id'))}".strip())
 
 
@@ -126,8 +126,8 @@ def birads_leak(table: pd.DataFrame) -> Figure:
     lacking = [name for name in ("BIRADS", "cancer") if name not in table]
     if lacking or table.empty:
         return look.nothing(f"No column {' and '.join(lacking)}: nothing to leak" if lacking else "No images to show")
-    values, order = _categories(table, "BIRADS")
-    sites = _categories(table, "site_id")[0] if "site_id" in table else "unknown"
+    values, order = categories(table, "BIRADS")
+    sites = categories(table, "site_id")[0] if "site_id" in table else "unknown"
     table = pd.DataFrame({"BIRADS": values, "site": sites, "cancer": table["cancer"]})
     names = sorted(table["site"].unique())
     figure, axes = plt.subplots(1, len(names), figsize=(WIDTH, 3.6), squeeze=False, sharey=True)
@@ -157,27 +157,12 @@ def _compare_sites(rates: pd.DataFrame | None) -> str:
     return text + ("do not overlap" if apart else "overlap")
 
 
-def _forest(ax: Axes, groups: dict[str, pd.DataFrame], limit: float) -> None:
-    """A line a category under a heading a group: its rate as a dot and the interval as a bar, in % up to `limit`."""
-    ticks, labels, y = [], [], 0.0
-    for name, rates in groups.items():
-        ticks.append(y)
-        labels.append(NAMES.get(name, name) + " (breasts)")
-        for value, rate in rates.iterrows():
-            y += 1
-            color = look.color_of(value, SITES if name == "site_id" else None)
-            ax.plot([100 * rate["low"], 100 * rate["high"]], [y, y], color=color, linewidth=2, solid_capstyle="butt")
-            inside = 100 * rate["rate"] <= limit
-            ax.plot(100 * rate["rate"] if inside else limit, y, "o" if inside else ">", color=color, clip_on=False)
-            ticks.append(y)
-            labels.append(f"{value} ({int(rate['n']):,})")
-        y += 1.5
-    ax.set_yticks(ticks, labels)
-    for label in ax.get_yticklabels():
-        label.set_fontweight("bold" if label.get_text().endswith("(breasts)") else "normal")
-    ax.tick_params(axis="y", length=0)
-    ax.set(xlim=(0, limit), xlabel="breasts with cancer, %")
-    ax.grid(True, axis="x")
+def _lines(name: str, rates: pd.DataFrame) -> list[look.Line]:
+    """Of a forest: a line a category of a column, its rate in %."""
+    colors = [look.color_of(value, SITES if name == "site_id" else None) for value in rates.index]
+    values = (100 * rates[["rate", "low", "high"]]).itertuples(index=False)
+    labels = [f"{value} ({int(n):,})" for value, n in rates["n"].items()]
+    return [look.Line(label, *row, color) for label, row, color in zip(labels, values, colors, strict=True)]
 
 
 def _windows(ax: Axes, headers: pd.DataFrame) -> int:
@@ -199,26 +184,9 @@ def _windows(ax: Axes, headers: pd.DataFrame) -> int:
 # Categories and rates
 
 
-def _categories(table: pd.DataFrame, name: str) -> tuple[pd.Series, list[str]]:
-    """A column's values as text, and the order in which to show those there are; "missing" comes last."""
-    column = table[name]
-    if name == "age":
-        ages = pd.to_numeric(column, errors="coerce")
-        column = pd.cut(ages, [-math.inf, *AGES.values()], right=False, labels=list(AGES))
-    column = column.astype(object)
-    text = column.map(lambda value: f"{value:g}" if isinstance(value, float) else str(value))
-    text = text.where(column.notna(), "missing")
-    order = list(text.value_counts().index)
-    if name in FIXED_ORDER:
-        order.sort()
-    elif name == "age":
-        order.sort(key=[*AGES, "missing"].index)
-    return text, sorted(order, key=lambda value: value == "missing")
-
-
 def _rates(table: pd.DataFrame, name: str) -> pd.DataFrame:
     """Rate of cancer by category of a column: a breast counts once in each that an image of it is in."""
-    values, order = _categories(table, name)
+    values, order = categories(table, name)
     breasts = table.assign(group=values).drop_duplicates([*metrics.BREAST, "group"])
     return _rate_table(breasts["group"], breasts["cancer"], order)
 
