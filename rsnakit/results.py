@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from rsnakit import metrics, runs
+from rsnakit import metrics, nested, runs
 from rsnakit.files import write_json
 
 COUNTS = ("epoch", "breasts", "positives")
@@ -40,7 +40,7 @@ def write_summary(run: Path) -> dict:
 
     Returns:
         What was written: `folds`, `epochs` (of the weights kept), `unfinished` (see `runs.unfinished_folds`), `select`, `prior`
-        (share of positive images in training), `scores` (as `metrics.score_breasts` has them), `threshold` and
+        (share of positive images in training), `scores` (as `nested.score_breasts` has them), `threshold` and
         `percentile` (the best on these very scores, so that their F1 flatters).
 
     Folds that two processes train may end at the same moment. The one that writes last sees the other's files, since each
@@ -75,7 +75,7 @@ def _score(run: Path) -> dict:
         "prior": sum(model["prior"] for model in models) / len(models),
         "threshold": float(threshold),
         "percentile": float(metrics.percentile_of(breasts["score"], threshold)),
-        "scores": metrics.score_breasts(breasts),
+        "scores": nested.score_breasts(breasts),
     }
 
 

@@ -1,6 +1,5 @@
 """rsnakit.metrics against slow references, scikit-learn and values from the literature."""
 
-import json
 import math
 import subprocess
 import sys
@@ -266,113 +265,6 @@ class TestWilson:
     def test_refused(self, k, n):
         with pytest.raises(ValueError, match="0 <= k <= n"):
             metrics.wilson(k, n)
-
-
-class TestToBreast:
-    def test_by_hand(self):
-        expected = pd.DataFrame(
-            {
-                "patient_id": ["7", "12", "7"],
-                "laterality": ["R", "L", "L"],
-                "score": [0.55, 0.6, 0.3],
-                "cancer": [1, 0, 0],
-                "fold": [0, 1, 0],
-                "n_images": [2, 2, 1],
-            }
-        )
-        table = images(view=["CC", "CC", "CC", "MLO", "MLO"])
-        table.index = [4, 4, 0, 9, 2]  # concatenated tables repeat their index
-        pd.testing.assert_frame_equal(metrics.to_breast(table), expected)
-        pd.testing.assert_frame_equal(metrics.to_breast(table, how="max"), expected.assign(score=[0.9, 0.7, 0.3]))
-
-    @pytest.mark.parametrize("how", ["mean", "max"])
-    def test_equals_groupby(self, how):
-        rng = np.random.default_rng(0)
-        ids, sides = rng.integers(0, 40, 200).astype(str), rng.choice(["L", "R"], 200)
-        table = pd.DataFrame({"patient_id": ids, "laterality": sides, "score": rng.random(200)})
-        result = metrics.to_breast(table, how).set_index(["patient_id", "laterality"]).sort_index()
-        grouped = table.groupby(["patient_id", "laterality"])["score"]
-        np.testing.assert_allclose(result["score"], grouped.agg(how), rtol=1e-12)
-        np.testing.assert_array_equal(result["n_images"], grouped.size())
-
-    def test_categories_without_rows_make_no_breasts(self):
-        table = images(laterality=pd.Categorical(["R", "L", "L", "L", "R"], categories=["L", "R", "?"]))
-        result = metrics.to_breast(table)
-        assert result["laterality"].tolist() == ["R", "L", "L"] and result["score"].tolist() == [0.55, 0.6, 0.3]
-
-    def test_breasts_stay_as_they_are(self):
-        once = metrics.to_breast(images())
-        pd.testing.assert_frame_equal(metrics.to_breast(once), once)
-
-    def test_frame_is_not_changed(self):
-        table = images()
-        metrics.to_breast(table)
-        pd.testing.assert_frame_equal(table, images())
-
-    def test_prediction_id_is_kept(self):
-        table = images(prediction_id=["a", "b", "c", "b", "a"]).drop(columns=["cancer", "fold", "image_id"])
-        assert metrics.to_breast(table)["prediction_id"].tolist() == ["a", "b", "c"]
-
-    def test_empty(self):
-        for table in (images().iloc[:0], pd.DataFrame(columns=images().columns)):
-            result = metrics.to_breast(table)
-            assert len(result) == 0 and result["score"].dtype == float
-            assert {"patient_id", "laterality", "cancer", "fold", "n_images"} <= set(result)
-
-    @pytest.mark.parametrize(
-        "columns, message",
-        [
-            ({"score": [0.2, 0.5, 0.3, math.nan, 0.9]}, "image 4 of breast 12_L is nan"),
-            ({"score": [0.2, 0.5, 0.3, math.inf, 0.9]}, "image 4 of breast 12_L is inf"),
-            ({"cancer": [1, 0, 0, 0, 0]}, "cancer of breast 7_R.* is 1, 0"),
-            ({"cancer": [1, 0, 0, math.nan, 1]}, "cancer of breast 12_L"),
-            ({"fold": [0, 1, 0, 2, 0]}, "fold of breast 12_L.* is 1, 2"),  # V04: a breast in two folds
-            ({"prediction_id": ["a", "b", "c", "d", "a"]}, "prediction_id of breast 12_L.* is b, d"),
-            ({"image_id": ["1", "2", "3", "2", "5"]}, "image 2 of breast 12_L is there twice"),  # V04
-            ({"patient_id": ["7", None, "7", "12", "7"]}, "1 rows have no patient_id"),
-        ],
-    )
-    def test_refused(self, columns, message):
-        with pytest.raises(ValueError, match=message):
-            metrics.to_breast(images(**columns))
-
-    def test_arguments_refused(self):
-        with pytest.raises(ValueError, match="median"):
-            metrics.to_breast(images(), how="median")
-        with pytest.raises(ValueError, match=r"\['laterality'\] are missing"):
-            metrics.to_breast(images().drop(columns="laterality"))
-
-
-class TestScoreBreasts:
-    def test_against_sklearn(self):
-        table = drawn_breasts()
-        labels, scores = table["cancer"], table["score"]
-        report = json.loads(json.dumps(metrics.score_breasts(table, n=200), allow_nan=False))
-        counts = [report[name] for name in ("n_breasts", "n_positive", "n_patients", "n_resamples")]
-        assert counts == [400, int(labels.sum()), 200, 200]
-        assert report["pf1"]["value"] == pytest.approx(slow_pfbeta(labels, scores, 1.0))
-        assert report["auc"]["value"] == pytest.approx(roc_auc_score(labels, scores))
-        assert report["average_precision"]["value"] == pytest.approx(average_precision_score(labels, scores))
-        threshold = report["naive_threshold"]["value"]
-        assert report["naive_f1"]["value"] == pytest.approx(f1_score(labels, scores >= threshold))
-        assert report["naive_percentile"] == pytest.approx(100 * (scores < threshold).mean())
-        for name in ("pf1", "auc", "average_precision", "naive_f1"):
-            assert report[name]["low"] < report[name]["value"] < report[name]["high"]
-            assert report[name]["left_out"] == 0
-        assert "chosen on the scored data" in report["naive_note"]
-
-    @pytest.mark.parametrize("table", [drawn_breasts(5).iloc[:0], drawn_breasts(5).assign(cancer=0)])
-    def test_without_positives(self, table):  # V01, V03
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            report = json.loads(json.dumps(metrics.score_breasts(table, n=20), allow_nan=False))
-        assert report["pf1"]["value"] == 0.0 and report["naive_f1"]["value"] == 0.0
-        for name in ("auc", "average_precision", "naive_threshold"):
-            assert report[name] == {"value": None, "low": None, "high": None, "left_out": 20}
-
-    def test_rows_an_image_are_refused(self):
-        with pytest.raises(ValueError, match="image 4 of breast 12_L is not its breast's only row; call to_breast"):
-            metrics.score_breasts(images())
 
 
 def test_import_is_light():

@@ -366,14 +366,14 @@ def test_two_folds_at_once_are_both_in_the_summary(command):
 
 def end_slowly(run: Path, staged: Path, reads, goes_on) -> None:
     """Brings fold 0 and writes the summary; while it is scored, the other process ends too."""
-    real = results.metrics.score_breasts
+    real = results.nested.score_breasts
 
     def slowly(breasts):
         reads.set()
         goes_on.wait(30)
         return real(breasts)
 
-    results.metrics.score_breasts = slowly
+    results.nested.score_breasts = slowly
     (staged / "fold0").rename(run / "fold0")
     results.write_summary(run)
 
