@@ -1,4 +1,5 @@
-"""Datasets and their batches: what is trained on. Tables and folds are those of `tables`, the order is that of `samplers`."""
+"""Datasets and their batches: what is trained on. Tables and folds are those of `tables` and `folds`, the order is that of
+`samplers`."""
 
 import contextlib
 import os
@@ -12,9 +13,10 @@ import pandas as pd
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from rsnakit.folds import check_folds, count_folds, debug_subset, make_folds
 from rsnakit.samplers import BalancedSampler
 from rsnakit.store import Store
-from rsnakit.tables import TableError, check_folds, count_folds, debug_subset, fingerprint, load_table, make_folds
+from rsnakit.tables import TableError, fingerprint, load_table
 from rsnakit.targets import target_values, view_ids
 
 __all__ = [

@@ -88,7 +88,7 @@ def fit_folds(
     runs.check_settings(
         out, preprocess=store.manifest["preprocess"], model=model_config, train=config, data=fingerprint
     )
-    folds = data.make_folds(table, config.n_folds, config.seed)
+    folds = data.make_folds(table, config.n_folds, config.seed, config.split)
     wanted = range(config.n_folds) if run.fold == "all" else [int(run.fold)]
     if wanted[-1] >= config.n_folds:
         raise data.TableError(

@@ -26,6 +26,7 @@ CONFIGS = (
     "preprocess:PreprocessConfig",
     "preprocess:BuildConfig",
     "models:ModelConfig",
+    "recipe:FoldConfig",
     "recipe:TrainConfig",
     "recipe:LoopConfig",
     "infer:InferConfig",

@@ -12,15 +12,26 @@ from torch import nn
 
 from rsnakit import augment, losses
 from rsnakit.fields import check_all
+from rsnakit.folds import SPLITS
 from rsnakit.params import setting
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class FoldConfig:
+    """How a table is split into folds."""
+
+    n_folds: int = setting(4, low=2, high=50)
+    seed: int = setting(0, low=0, high=2**31 - 1)  # of folds, order, augmentation and the new layers' weights
+    split: str = setting("patient", choices=SPLITS)  # what is dealt out to folds, whole: patients, or their machines
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(FoldConfig):
     """How a fold is trained; every setting here decides the result."""
 
-    n_folds: int = setting(4, low=2, high=50)  # patients are split into so many
-    seed: int = setting(0, low=0, high=2**31 - 1)  # of folds, order, augmentation and the new layers' weights
     epochs: int = setting(6, low=1, high=10_000)
     batch_size: int = setting(16, low=2, high=4096)  # on one processor: images; breasts where the model sees these
     # Batches to an optimiser step, on all processors together; 0: one on each.

@@ -1,4 +1,4 @@
-"""Tables of a competition: read and checked, split into folds by patient."""
+"""Tables of a competition: read and checked. Their folds are in folds.py."""
 
 import hashlib
 import logging
@@ -14,7 +14,15 @@ REQUIRED = {
     "train": ("site_id", "patient_id", "image_id", "laterality", "view", "cancer"),
     "test": ("patient_id", "image_id", "laterality", "view", "prediction_id"),
 }
-DECIDING = ("patient_id", "breast_id", "image_id", "site_id", "view", *LABELS)  # what a training depends on
+DECIDING = (
+    "patient_id",
+    "breast_id",
+    "image_id",
+    "site_id",
+    "machine_id",
+    "view",
+    *LABELS,
+)  # what a training depends on
 IDS = ("patient_id", "image_id")
 
 
@@ -217,92 +225,3 @@ def fingerprint(table: pd.DataFrame) -> str:
     columns = [name for name in DECIDING if name in table]
     rows = sorted(",".join(map(str, row)) for row in zip(*(table[name].tolist() for name in columns), strict=True))
     return hashlib.sha256("\n".join([",".join(columns), *rows]).encode()).hexdigest()[:16]
-
-
-def make_folds(table: pd.DataFrame, n_folds: int, seed: int) -> pd.Series:
-    """A fold number for each row: whole patients, stratified by label and site.
-
-    The patients are what is dealt out, each with its label (any cancer) and its site: shuffled, sorted by label and site,
-    and dealt one by one. So no two folds differ by more than one patient in any stratum, in either label, or in all, which
-    splitting rows with groups as a side condition does not give: that can leave folds without positives.
-
-    Args:
-        table: as `load_table` gives it, with `cancer` and `site_id`. The order of its rows does not matter.
-        n_folds: 2 or more.
-        seed: another one deals other folds.
-
-    Returns:
-        (N,) int64 Series on the table's index, values 0 to n_folds - 1.
-
-    Raises:
-        TableError: there are fewer patients than folds, or a fold has no breast with cancer or none without; the message
-            has a table of the folds.
-    """
-    sites = table.assign(site=table["site_id"].astype(str))
-    patients = sites.groupby("patient_id", sort=True).agg(cancer=("cancer", "max"), site=("site", "min"))
-    if n_folds < 2 or len(patients) < n_folds:
-        raise TableError(
-            f"{n_folds} folds of {len(patients)} patients: at least 2 folds and a patient in each are needed"
-        )
-    shuffled = patients.iloc[np.random.default_rng(seed).permutation(len(patients))]
-    dealt = shuffled.sort_values(["cancer", "site"], kind="stable").index
-    fold_of = pd.Series(np.arange(len(dealt)) % n_folds, index=dealt)
-    folds = table["patient_id"].map(fold_of).astype(np.int64).rename("fold")
-    counts = count_folds(table, folds)
-    negative = counts["breasts"] - counts["positive breasts"]
-    if (counts["positive breasts"] == 0).any() or (negative == 0).any():
-        raise TableError(
-            f"a fold without positives, or without negatives, cannot be scored:\n{counts.to_string()}\n"
-            f"Of {len(patients)} patients {int(patients['cancer'].sum())} have cancer; "
-            f"{f'take fewer folds than {n_folds}' if n_folds > 2 else 'two folds need two with and two without'}."
-        )
-    return folds
-
-
-def count_folds(table: pd.DataFrame, folds: pd.Series) -> pd.DataFrame:
-    """Patients, breasts, positive breasts and images of each fold: the table to look at before training."""
-    breasts = (
-        table.assign(fold=folds)
-        .groupby("breast_id")
-        .agg(
-            fold=("fold", "first"),
-            patient_id=("patient_id", "first"),
-            cancer=("cancer", "first"),
-            images=("cancer", "size"),
-        )
-    )
-    counts = breasts.groupby("fold").agg(
-        patients=("patient_id", "nunique"),
-        breasts=("cancer", "size"),
-        positive=("cancer", "sum"),
-        images=("images", "sum"),
-    )
-    return counts.rename(columns={"positive": "positive breasts"})
-
-
-def check_folds(table: pd.DataFrame, folds: pd.Series) -> None:
-    """Stops (TableError) where a patient stands in two folds, as its images would be trained on and scored, or a row in none.
-
-    Args:
-        table: the images.
-        folds: fold numbers on the table's index.
-    """
-    if not folds.index.equals(table.index) or folds.isna().any():
-        raise TableError(f"{len(table)} images and {folds.notna().sum()} fold numbers that are not on the same rows")
-    n = folds.groupby(table["patient_id"]).nunique()
-    if (n > 1).any():
-        patient = n.index[n > 1][0]
-        where = sorted(folds[table["patient_id"] == patient].unique().tolist())
-        raise TableError(
-            f"patient {patient} is in folds {where}, and {(n > 1).sum()} patients in all are in more than one"
-        )
-
-
-def debug_subset(table: pd.DataFrame, n_patients: int = 24, n_positive: int = 8, seed: int = 0) -> pd.DataFrame:
-    """A few patients of a training table, with positives among them, for a first try."""
-    cancer = table.groupby("patient_id")["cancer"].max()
-    rng = np.random.default_rng(seed)
-    positive, negative = (np.sort(cancer.index[cancer == c].to_numpy(dtype=object)) for c in (1, 0))
-    n_positive = min(n_positive, n_patients, len(positive))
-    chosen = [*rng.permutation(positive)[:n_positive], *rng.permutation(negative)[: n_patients - n_positive]]
-    return table[table["patient_id"].isin(chosen)].reset_index(drop=True)

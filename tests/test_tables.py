@@ -1,4 +1,4 @@
-"""Tables of a competition and their folds: what is read, what is refused and how patients are dealt out."""
+"""Tables of a competition: what is read, and what is refused."""
 
 import itertools
 import logging
@@ -9,16 +9,8 @@ import pandas as pd
 import pytest
 
 from rsnakit.env import find_data
-from rsnakit.tables import (
-    TableError,
-    check_folds,
-    count_folds,
-    debug_subset,
-    fingerprint,
-    load_table,
-    make_folds,
-    with_png,
-)
+from rsnakit.folds import check_folds, count_folds, make_folds
+from rsnakit.tables import TableError, fingerprint, load_table, with_png
 
 TRAIN = ["site_id", "patient_id", "image_id", "laterality", "view", "age", "cancer"]
 TEST = ["site_id", "patient_id", "image_id", "laterality", "view", "age", "prediction_id"]
@@ -28,18 +20,6 @@ def write(root: Path, split: str, rows: list[str], columns: list[str] | None = N
     header = ",".join(columns or (TRAIN if split == "train" else TEST))
     (root / f"{split}.csv").write_text("\n".join([header, *rows]) + "\n")
     return root
-
-
-def patients_table(*groups: tuple[int, int, int], images: int = 4) -> pd.DataFrame:
-    """(number of patients, cancer, site) groups as a table; half of a patient's images are on each side, cancer on the left."""
-    labels = [(cancer, site) for n, cancer, site in groups for _ in range(n)]
-    rows = [
-        (site, f"{p}", f"{p * 100 + i}", "LR"[i % 2], cancer * (i % 2 == 0))
-        for p, (cancer, site) in enumerate(labels, start=1)
-        for i in range(images)
-    ]
-    table = pd.DataFrame(rows, columns=["site_id", "patient_id", "image_id", "laterality", "cancer"])
-    return table.assign(breast_id=table["patient_id"] + "_" + table["laterality"])
 
 
 # --- load_table ---------------------------------------------------------------------------------------------------------
@@ -295,162 +275,19 @@ def test_a_png_that_could_be_two_images_is_refused(tmp_path):
     assert with_png(table, tmp_path / "in")["path"].tolist() == [tmp_path / "in/7/8_9.png", tmp_path / "in/7_8/9.png"]
 
 
-# --- folds --------------------------------------------------------------------------------------------------------------
-
-
-def stratum_counts(table: pd.DataFrame, folds: pd.Series, n_folds: int) -> dict[tuple, list[int]]:
-    """Patients of each (cancer, site) in each fold, counted row by row."""
-    seen: dict[str, tuple] = {}
-    for patient, cancer, site, fold in zip(table["patient_id"], table["cancer"], table["site_id"], folds, strict=True):
-        before = seen.get(patient, (0, site, fold))
-        assert before[2] == fold, f"patient {patient} in folds {before[2]} and {fold}"
-        seen[patient] = (max(before[0], cancer), site, fold)
-    counts: dict[tuple, list[int]] = {}
-    for cancer, site, fold in seen.values():
-        counts.setdefault((cancer, site), [0] * n_folds)[fold] += 1
-    return counts
-
-
-@pytest.mark.parametrize("n_folds", [2, 4, 5])
-def test_folds_hold_whole_patients_and_even_strata(n_folds):
-    table = patients_table((13, 1, 1), (9, 1, 2), (3, 1, 7), (101, 0, 1), (58, 0, 2), (1, 0, 9))
-    counts = stratum_counts(table, make_folds(table, n_folds, seed=3), n_folds)
-    for stratum, n in counts.items():
-        assert max(n) - min(n) <= 1, (stratum, n)
-    for cancer in (0, 1):  # the label over all sites too, and the folds' sizes
-        total = np.sum([n for (c, _), n in counts.items() if c == cancer], axis=0)
-        assert total.max() - total.min() <= 1
-    sizes = np.sum(list(counts.values()), axis=0)
-    assert sizes.sum() == 185 and sizes.max() - sizes.min() <= 1
-
-
-def test_folds_depend_on_patients_and_seed_alone():
-    table = patients_table((9, 1, 1), (9, 1, 2), (40, 0, 1), (40, 0, 2))
-    folds = make_folds(table, 4, seed=0)
-    assert folds.dtype == np.int64 and folds.index.equals(table.index)
-    pd.testing.assert_series_equal(folds, make_folds(table, 4, seed=0))
-    shuffled = table.sample(frac=1, random_state=1)
-    pd.testing.assert_series_equal(make_folds(shuffled, 4, seed=0).sort_index(), folds)
-    others = [make_folds(table, 4, seed=s).tolist() for s in range(5)]
-    assert len({tuple(o) for o in others}) == 5
-    # The seed moves patients, not whole folds' numbers alone: the partitions differ.
-    partitions = {frozenset(frozenset(np.flatnonzero(np.array(o) == f).tolist()) for f in range(4)) for o in others}
-    assert len(partitions) == 5
-
-
-def test_a_patient_of_two_sites_is_placed_the_same_whatever_the_order():
-    table = patients_table((8, 1, 1), (30, 0, 1), (30, 0, 2))
-    table.loc[table["image_id"].str.endswith("0"), "site_id"] = 2  # the first image of each
-    folds = make_folds(table, 4, seed=0)
-    reverse = table.iloc[::-1]
-    pd.testing.assert_series_equal(make_folds(reverse, 4, seed=0).sort_index(), folds)
-
-
-def test_too_few_positives_are_refused_with_a_table():
-    # V03
-    table = patients_table((4, 1, 1), (36, 0, 1))
-    with pytest.raises(TableError) as caught:
-        make_folds(table, 5, seed=0)
-    message = str(caught.value)
-    assert "positive breasts" in message and "fewer folds than 5" in message and "4 have cancer" in message
-    rows = [line.split() for line in message.splitlines() if line[:1].isdigit()]
-    # by hand: 40 patients in 5 folds are 8 each, with 16 breasts and 32 images; 4 folds have the one positive breast
-    assert [int(r[0]) for r in rows] == [0, 1, 2, 3, 4]
-    assert all([int(v) for v in r[1:3]] == [8, 16] and int(r[4]) == 32 for r in rows)
-    assert sorted(int(r[3]) for r in rows) == [0, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("positive", [0, 1, 4])
-def test_five_patients_in_five_folds_are_refused(positive):
-    # V03
-    with pytest.raises(TableError, match="fewer folds"):
-        make_folds(patients_table((positive, 1, 1), (5 - positive, 0, 1)), 5, seed=0)
-
-
-def test_a_fold_without_negatives_is_refused():
-    table = patients_table((5, 1, 1), images=1)  # one image each, with cancer
-    with pytest.raises(TableError, match="without negatives"):
-        make_folds(table, 5, seed=0)
-
-
-@pytest.mark.parametrize(("patients", "n_folds"), [(3, 4), (10, 1), (10, 0)])
-def test_impossible_numbers_of_folds_are_refused(patients, n_folds):
-    with pytest.raises(TableError, match=f"{n_folds} folds of {patients} patients"):
-        make_folds(patients_table((2, 1, 1), (patients - 2, 0, 1)), n_folds, seed=0)
-
-
-def test_as_many_positive_patients_as_folds_are_enough():
-    table = patients_table((5, 1, 1), (35, 0, 1))
-    counts = count_folds(table, make_folds(table, 5, seed=0))
-    assert counts["positive breasts"].tolist() == [1] * 5
-
-
-def test_count_folds_by_hand():
-    rows = [  # patient, breast, cancer, fold
-        ("1", "1_L", 1, 0), ("1", "1_L", 1, 0), ("1", "1_R", 0, 0), ("2", "2_L", 0, 1), ("3", "3_L", 1, 1), ("3", "3_R", 1, 1)
-    ]  # fmt: skip
-    table = pd.DataFrame(rows, columns=["patient_id", "breast_id", "cancer", "fold"])
-    counts = count_folds(table.drop(columns="fold"), table["fold"])
-    assert counts.loc[0].to_dict() == {"patients": 1, "breasts": 2, "positive breasts": 1, "images": 3}
-    assert counts.loc[1].to_dict() == {"patients": 2, "breasts": 3, "positive breasts": 2, "images": 3}
-
-
-def test_a_patient_in_two_folds_stops():
-    # V04
-    table = patients_table((4, 1, 1), (8, 0, 1))
-    folds = make_folds(table, 2, seed=0)
-    check_folds(table, folds)
-    leak = folds.copy()
-    leak.iloc[4] = 1 - leak.iloc[4]
-    with pytest.raises(TableError, match=r"patient 2 is in folds \[0, 1\], and 1 patients"):
-        check_folds(table, leak)
-
-
-def test_folds_on_other_rows_stop():
-    table = patients_table((4, 1, 1), (8, 0, 1))
-    folds = make_folds(table, 2, seed=0)
-    for wrong in (
-        folds.iloc[:-1],
-        folds.reset_index(drop=True).iloc[::-1],
-        folds.astype(float).where(folds.index != 3),
-    ):
-        with pytest.raises(TableError, match="not on the same rows"):
-            check_folds(table, wrong)
-
-
-# --- subsets and fingerprints -------------------------------------------------------------------------------------------
-
-
-def test_debug_subset_takes_whole_patients_with_positives_among_them():
-    table = patients_table((20, 1, 1), (80, 0, 2))
-    small = debug_subset(table, n_patients=12, n_positive=5, seed=0)
-    cancer = small.groupby("patient_id")["cancer"].max()
-    assert len(cancer) == 12 and cancer.sum() == 5 and len(small) == 12 * 4
-    assert small.index.equals(pd.RangeIndex(48)) and small["image_id"].astype(int).is_monotonic_increasing
-    pd.testing.assert_frame_equal(small, debug_subset(table, n_patients=12, n_positive=5, seed=0))
-    assert set(debug_subset(table, 12, 5, seed=1)["patient_id"]) != set(small["patient_id"])
-
-
-@pytest.mark.parametrize(("positive", "negative", "expected"), [(2, 30, (2, 22)), (30, 3, (8, 3)), (3, 0, (3, 0))])
-def test_debug_subset_of_few_patients(positive, negative, expected):
-    small = debug_subset(patients_table((positive, 1, 1), (negative, 0, 1)))
-    cancer = small.groupby("patient_id")["cancer"].max()
-    assert (cancer.sum(), (cancer == 0).sum()) == expected
-
-
-def test_debug_subset_is_never_larger_than_asked():
-    small = debug_subset(patients_table((9, 1, 1), (30, 0, 1)), n_patients=4, n_positive=6)
-    assert small["patient_id"].nunique() == 4
+# --- what tells tables apart, and one of the full size -------------------------------------------------------------------
 
 
 def test_the_fingerprint_tells_data_apart_and_not_their_order():
-    table = patients_table((2, 1, 1), (3, 0, 1))
+    table = pd.DataFrame({"patient_id": list("1122334455"), "image_id": [f"{n}" for n in range(10)], "site_id": 1})
+    table = table.assign(cancer=(table.index < 4) * (1 - table.index % 2), breast_id=[f"{n // 2}_L" for n in range(10)])
     same = fingerprint(table)
     assert same == fingerprint(table.sample(frac=1, random_state=0)) == fingerprint(table.assign(age=1.0))
     changes = [table.iloc[1:], table.assign(cancer=1 - table["cancer"]), table.assign(image_id=table["image_id"] + "0")]
     more = {
         "breast_id": table["breast_id"] + "x",
         "site_id": 9,
+        "machine_id": 49,
         "view": "ML",
         "BIRADS": 1.0,
     }  # folds, views and heads hang on them
