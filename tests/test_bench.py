@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import cv2
 import numpy as np
 import pydicom
 import pytest
+from openers import broken, dying, zeros
 from pydicom import uid
 
 BENCH = Path(__file__).parent / "bench"
@@ -51,19 +51,6 @@ def content(image: np.ndarray) -> np.ndarray:
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(content(a).ravel(), content(b).ravel())[0, 1])
-
-
-def zeros(value: int):
-    """An opener that a process of its own can import."""
-    return lambda size: np.full(size, value)
-
-
-def broken():
-    raise ModuleNotFoundError("No module named 'nobody_has_this'")
-
-
-def dying():
-    return lambda: os._exit(7)
 
 
 # The ways
