@@ -41,6 +41,9 @@ STYLE = {
     "legend.frameon": False,
 }
 
+# A score as figures take it: a `metrics.Interval`, the dict of a summary.json, or a number alone.
+Score = Iterable[float] | Mapping[str, float | None] | float | None
+
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     """A function that draws a figure, in the kit's look whatever style is set; JupyterLab shows what it returns once."""
@@ -159,3 +162,18 @@ def percent(share: float) -> str:
 def number(value: float) -> str:
     """A score as text, to two decimals."""
     return "undefined" if math.isnan(value) else f"{value:.2f}"
+
+
+def interval_of(score: Score) -> tuple[float, float, float]:
+    """Value, low and high of a score; NaN for what it lacks."""
+    if isinstance(score, Mapping):
+        score = [score.get(name) for name in ("value", "low", "high")]
+    elif not isinstance(score, Iterable):
+        score = [score, None, None]
+    return tuple(math.nan if end is None else float(end) for end in score)
+
+
+def with_interval(score: Score) -> str:
+    """A score and its interval as text."""
+    value, low, high = interval_of(score)
+    return number(value) + ("" if math.isnan(low) else f" (95 %: {low:.2f} to {high:.2f})")

@@ -1,1 +1,248 @@
-"""Figures of an evaluation: thresholds, operating points, calibration, subgroups, folds and runs."""
+"""Figures of a run's scores: their intervals, thresholds, operating points, calibration.
+
+Black is what holds for new patients; orange is what was chosen on the very data that it is scored on, and flatters.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from sklearn.metrics import roc_curve
+
+from rsnakit import look, metrics
+from rsnakit.look import NEUTRAL, TRAIN, VALIDATION, WIDTH, Line, Score, number, percent
+from rsnakit.plots_train import draw_precision_recall
+
+__all__ = ["calibration_curves", "operating_curves", "score_intervals", "threshold_curve"]
+
+POINTS = ((VALIDATION, "o"), (TRAIN, "s"), ("#56B4E9", "D"), ("#009E73", "^"), ("#CC79A7", "v"))  # colour and marker
+SCORES = {  # of a summary, as figures write them
+    "pf1": "pF1 of the raw scores", "auc": "AUC", "average_precision": "average precision",
+}  # fmt: skip
+
+
+@look.styled
+def score_intervals(summary: Mapping, others: Mapping[str, Score] | None = None) -> Figure:
+    """The scores of a run with their 95 % intervals: nested F1 first, then the naive one, then those without a threshold.
+
+    Args:
+        summary: as `results.write_summary` gives it; `nested` is None or missing for a run with one fold.
+        others: further scores, between 0 and 1, by what the figure calls them.
+    """
+    found = dict(summary.get("scores") or {})
+    nested = summary.get("nested") or {}
+    lines = [("F1 at nested thresholds", nested.get("f1"), VALIDATION),
+             ("F1 at the threshold chosen\non these scores (flatters)", found.get("naive_f1"), TRAIN)]  # fmt: skip
+    lines += [(text, found.get(name), NEUTRAL) for name, text in SCORES.items()]
+    lines += [(text, score, NEUTRAL) for text, score in (others or {}).items()]
+    lines = [Line(text, *look.interval_of(score), color) for text, score, color in lines]
+    lines = [line for line in lines if not math.isnan(line.value)]
+    if not lines:
+        return look.nothing("No scores yet: they need breasts with cancer and breasts without")
+    figure, ax = plt.subplots(figsize=(WIDTH, 1.1 + 0.36 * len(lines)))
+    look.forest(ax, {"": lines}, (0, 1), "{:.2f}")
+    ax.set_xlabel("score of breasts, out of fold, with its 95 % interval over patients")
+    return look.titled(figure, _summary_title(summary, lines[0]))
+
+
+@look.styled
+def threshold_curve(
+    curve: pd.DataFrame,
+    nested: tuple[float | Sequence[float], Score] | None = None,
+    naive: tuple[float, Score] | None = None,
+) -> Figure:
+    """F1 of calls at each threshold with its bootstrap band, and the points that were chosen.
+
+    Args:
+        curve: threshold, f1, low, high, as `metrics.f1_curve` gives it.
+        nested: thresholds of the folds, each chosen on the other folds, and the F1 of the calls they make.
+        naive: the threshold chosen on the very scores that the curve is of, and its F1.
+    """
+    curve = curve[np.isfinite(curve["threshold"]) & curve["f1"].notna()].sort_values("threshold")
+    if curve.empty or not curve["f1"].any():
+        return look.nothing("No threshold has an F1: it needs breasts with cancer, and a score that calls one of them")
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
+    ax.fill_between(curve["threshold"], curve["low"], curve["high"], color="#DDDDDD", linewidth=0, label="95 % band")
+    line = "o-" if len(curve) == 1 else "-"
+    ax.plot(curve["threshold"], curve["f1"], line, color=NEUTRAL, label="F1 where scores of at least this are called")
+    for name, point, color, marker in (
+        ("chosen on the other folds (nested)", nested, VALIDATION, "o"),
+        ("chosen on these very scores (flatters)", naive, TRAIN, "s"),
+    ):
+        if point is not None:
+            _draw_choice(ax, name, *point, color, marker)
+    first, last = curve["threshold"].iloc[[0, -1]]
+    margin = 0.02 * (last - first) or 0.05
+    ax.set(xlabel="threshold: score of a breast at or above which it is called", xlim=(first - margin, last + margin))
+    ax.set(ylabel="F1 (pF1 of the calls)", ylim=(0, min(1.03, 1.08 * max(curve["high"].max(), curve["f1"].max()))))
+    ax.grid(True)
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return look.titled(figure, _threshold_title(curve, nested, naive))
+
+
+@look.styled
+def operating_curves(
+    breasts: pd.DataFrame, points: Mapping[str, float] | None = None, scores: Mapping[str, Score] | None = None
+) -> Figure:
+    """Precision against recall and ROC side by side, with the operating points of thresholds.
+
+    Args:
+        breasts: a row a breast, with score and cancer.
+        points: thresholds by what the figure calls them, at most five, the most important first; one that calls nothing is left
+            out.
+        scores: `auc` and `average_precision` with their intervals, as a summary's scores have them.
+    """
+    breasts = breasts[np.isfinite(breasts["score"].astype(float))]
+    labels, values = breasts["cancer"].to_numpy() == 1, breasts["score"].to_numpy(float)
+    if labels.all() or not labels.any():  # no rows: both
+        why = f"{labels.sum():,} of {len(labels):,} breasts have cancer, and both kinds are needed"
+        return look.nothing(f"No curves: {why}")
+    points = {name: cut for name, cut in (points or {}).items() if cut is not None and (values >= cut).any()}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 4.4 + 0.25 * -(-len(points) // 2)))
+    found = {"average_precision": metrics.average_precision(labels, values), "auc": metrics.auc(labels, values)}
+    texts = {name: look.with_interval((scores or {}).get(name) or score) for name, score in found.items()}
+    draw_precision_recall(left, labels, values, color=VALIDATION)
+    left.axhline(labels.mean(), color=NEUTRAL, linestyle=":")
+    left.set(
+        title=f"average precision {texts['average_precision']}", xlabel="recall: share of the cancers that are called"
+    )
+    left.set(ylabel="precision: share of the called with cancer")
+    rates = roc_curve(labels, values, drop_intermediate=True)
+    right.plot(rates[0], rates[1], color=VALIDATION)
+    right.plot([0, 1], [0, 1], color=NEUTRAL, linestyle=":")
+    right.set(title=f"AUC {texts['auc']}", xlabel="1 - specificity: share of those without cancer that are called")
+    right.set(ylabel="sensitivity: share of the cancers that are called")
+    for (name, cut), (color, marker) in zip(points.items(), POINTS, strict=False):
+        called = values >= cut
+        recall = called[labels].mean()
+        style = {"color": color, "marker": marker, "linestyle": "", "markersize": 9, "markeredgecolor": "white"}
+        left.plot(recall, labels[called].mean(), label=f"{name}: {cut:.3g}", **style)
+        right.plot(called[~labels].mean(), recall, **style)
+    for ax in (left, right):
+        ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.03))
+        ax.grid(True)
+    if points:
+        figure.legend(loc="outside lower center", ncols=2, title="called where the score is at least (dotted: chance)")
+    return look.titled(figure, _operating_title(labels, values, points, texts))
+
+
+@look.styled
+def calibration_curves(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """The share of cancers among breasts of about the same score against that score, a panel a way to calibrate.
+
+    Args:
+        tables: by what was done to the scores, those as they came first: n, predicted, observed, low and high of each bin, as
+            `calibration.reliability` gives them.
+    """
+    tables = {name: table[table["n"] > 0].dropna(subset=["predicted"]) for name, table in tables.items()}
+    tables = {name: table for name, table in tables.items() if len(table)}
+    if not tables:
+        return look.nothing("No scores to hold against the share of cancers")
+    columns = min(len(tables), 3)
+    rows = -(-len(tables) // columns)
+    size = (max(3.5 * columns, 5.5), 0.9 + 3.5 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, sharey=True)
+    top = max(table[["predicted", "observed", "high"]].max(axis=None) for table in tables.values())
+    for ax, (name, table) in zip(axes.flat, tables.items(), strict=False):
+        ax.plot([0, 100], [0, 100], color=NEUTRAL, linestyle=":")
+        predicted, observed = 100 * table["predicted"], 100 * table["observed"]
+        errors = [(observed - 100 * table["low"]).clip(lower=0), (100 * table["high"] - observed).clip(lower=0)]
+        ax.errorbar(predicted, observed, errors, fmt="o-", color=VALIDATION, markersize=5, linewidth=1)
+        ax.set_title(f"{name}: off by {_points(_off(table))}")
+        ax.set(xlim=(-2 * top, 104 * top), ylim=(-2 * top, 104 * top))
+        ax.grid(True)
+    for ax in axes.flat[len(tables) :]:
+        ax.set_axis_off()
+    figure.supxlabel("mean score of a bin's breasts, %", fontsize=10)
+    figure.supylabel("breasts with cancer, %, with 95 % interval", fontsize=10)
+    return look.titled(figure, _calibration_title(tables))
+
+
+def _draw_choice(
+    ax: Axes, name: str, thresholds: float | Sequence[float], score: Score, color: str, marker: str
+) -> None:
+    """A chosen threshold as a point with its interval; several as points on a line."""
+    thresholds = np.atleast_1d(np.asarray(thresholds, float))
+    thresholds = np.sort(thresholds[np.isfinite(thresholds)])
+    value, low, high = look.interval_of(score)
+    if not len(thresholds) or math.isnan(value):
+        return
+    ax.plot(thresholds, np.full(len(thresholds), value), "-", marker=marker, color=color, markersize=7, label=name)
+    middle = thresholds.mean()
+    ax.plot([middle, middle], [low, high], color=color, linewidth=1.5)
+
+
+def _off(table: pd.DataFrame) -> float:
+    """How far scores are from the share of cancers, on average over the breasts of a reliability table."""
+    return float(np.average((table["predicted"] - table["observed"]).abs(), weights=table["n"]))
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.2g} points"
+
+
+# Titles that state the finding
+
+
+def _summary_title(summary: Mapping, first: Line) -> str:
+    nested, naive = summary.get("nested") or {}, (summary.get("scores") or {}).get("naive_f1")
+    value, flattering = look.interval_of(nested.get("f1"))[0], look.interval_of(naive)[0]
+    if math.isnan(value):
+        title = f"{first.label.replace(chr(10), ' ')}: {look.with_interval(first[1:4])}"
+        return title + ("" if nested else ". With one fold there is no nested score")
+    title = f"F1 {look.with_interval(nested['f1'])} where each fold's threshold comes from the others"
+    if not math.isnan(flattering):
+        title += f"; chosen on the very scores, {number(flattering)}: {abs(flattering - value):.3f} "
+        title += "too much" if flattering >= value else "less"
+    chosen = (summary.get("epoch_choice") or {}).get("f1")
+    if chosen is not None and math.isfinite(chosen):
+        title += f". Choosing the epoch on the scored fold added {chosen:.3f}"
+    return title
+
+
+def _threshold_title(curve: pd.DataFrame, nested: tuple | None, naive: tuple | None) -> str:
+    best = curve.loc[curve["f1"].idxmax()]
+    near = curve.loc[curve["f1"] >= best["low"], "threshold"] if not math.isnan(best["low"]) else ()
+    score, flattering = (look.interval_of(point[1])[0] if point is not None else math.nan for point in (nested, naive))
+    title = ""
+    if not math.isnan(score):
+        title = f"Thresholds of the other folds give F1 {look.with_interval(nested[1])}. "
+    if not math.isnan(flattering):
+        title += f"Chosen on these very scores, {naive[0]:.3g} gives {number(flattering)}, which flatters. "
+    if not title:
+        title = f"F1 is highest, {number(best['f1'])}, at {best['threshold']:.3g}. "
+    if len(near) > 1:
+        title += f"From {near.min():.3g} to {near.max():.3g} F1 stays within the interval of its best"
+    return title.strip().removesuffix(".")
+
+
+def _operating_title(labels: np.ndarray, scores: np.ndarray, points: Mapping[str, float], texts: Mapping) -> str:
+    title = f"AUC {texts['auc']}, average precision {texts['average_precision']} where chance gives {labels.mean():.2g}"
+    if not points:
+        return title
+    name, cut = next(iter(points.items()))
+    called = scores >= cut
+    hits = (called & labels).sum()
+    return (
+        f"{name[0].upper() + name[1:]}: {percent(hits / labels.sum())} of the cancers are called and "
+        f"{percent(called[~labels].mean())} of the others; {percent(hits / called.sum())} of the called have cancer. {title}"
+    )
+
+
+def _calibration_title(tables: Mapping[str, pd.DataFrame]) -> str:
+    (first, before), *others = tables.items()
+    promised = np.average(before["predicted"], weights=before["n"])
+    found = np.average(before["observed"], weights=before["n"])
+    title = (
+        f"{first[0].upper() + first[1:]}, scores promise {percent(promised)} with cancer and {percent(found)} have it"
+    )
+    if not others:
+        return title
+    best = min((name for name, _ in others), key=lambda name: _off(tables[name]))
+    better = _off(tables[best]) < _off(before)
+    end = f"{best} brings the mean distance from {_points(_off(before))} to {_points(_off(tables[best]))}"
+    return f"{title}; {end}" if better else f"{title}; no calibration brings them nearer"

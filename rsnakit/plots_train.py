@@ -85,11 +85,11 @@ def precision_recall(
     if len(folds) > 1:
         for fold in folds.index[folds == 1]:
             part = (breasts["fold"] == fold).to_numpy()
-            _draw_curve(ax, labels[part], scores[part], color="#BDBDBD", linewidth=1, label="each fold alone")
+            draw_precision_recall(ax, labels[part], scores[part], color="#BDBDBD", linewidth=1, label="each fold alone")
     found = metrics.average_precision(labels, scores)
     ends = [(interval or {}).get(end) for end in ("low", "high")]
     between = "" if None in ends else f" (95 %: {ends[0]:.2f} to {ends[1]:.2f})"
-    _draw_curve(ax, labels, scores, color=VALIDATION, label=f"average precision {found:.2f}{between}")
+    draw_precision_recall(ax, labels, scores, color=VALIDATION, label=f"average precision {found:.2f}{between}")
     ax.axhline(labels.mean(), color=NEUTRAL, linestyle=":", label=f"chance: the prior, {percent(labels.mean())}")
     title = f"Average precision {found:.2f} over {len(labels):,} breasts, where chance gives {labels.mean():.2g}"
     if threshold is not None and (called := scores >= threshold).any():
@@ -146,7 +146,8 @@ def score_histogram(breasts: pd.DataFrame, threshold: float | None = None) -> Fi
     return look.titled(figure, _scores_title(breasts, threshold) + note)
 
 
-def _draw_curve(ax: Axes, labels: np.ndarray, scores: np.ndarray, **line) -> None:
+def draw_precision_recall(ax: Axes, labels: np.ndarray, scores: np.ndarray, **line) -> None:
+    """The curve of labels (N,) and scores (N,) of both classes, as the steps that it is."""
     precision, recall, _ = precision_recall_curve(labels, scores)
     ax.plot(recall, precision, drawstyle="steps-post", **line)  # recall falls: each point holds up to the next
 
