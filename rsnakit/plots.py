@@ -5,27 +5,26 @@ they say why. Style and colours are those of `look`.
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from rsnakit import look
 from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, WIDTH, percent
-from rsnakit.metrics import BREAST
+from rsnakit.plots_cases import draw_box, framed, worst_images, worst_mistakes
 from rsnakit.plots_data import birads_leak, counts, header_overview, positive_rate
+from rsnakit.plots_groups import comparison, fold_scores, forest
+from rsnakit.plots_scores import calibration_curves, operating_curves, score_intervals, threshold_curve
 from rsnakit.plots_train import precision_recall, score_histogram, training_curves
-from rsnakit.store import Store
 
 __all__ = [
-    "CANCER", "LABEL_COLORS", "NO_CANCER", "before_after", "birads_leak", "counts", "differences", "header_overview",
-    "montage", "positive_rate", "precision_recall", "score_histogram", "training_curves", "worst_mistakes",
+    "CANCER", "LABEL_COLORS", "NO_CANCER", "before_after", "birads_leak", "calibration_curves", "comparison", "counts",
+    "differences", "fold_scores", "forest", "header_overview", "montage", "operating_curves", "positive_rate",
+    "precision_recall", "score_histogram", "score_intervals", "threshold_curve", "training_curves", "worst_images",
+    "worst_mistakes",
 ]  # fmt: skip
 
 LINES = (("black", "-"), (NEUTRAL, "--"), ("black", ":"), (NEUTRAL, "-."))  # of things without a colour of their own
@@ -59,7 +58,7 @@ def montage(
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     frames = colors if colors is not None else [None] * len(images)
     for ax, image, text, color in zip(axes.flat, images, titles, frames, strict=False):
-        _framed(ax, image, text, color)
+        framed(ax, image, text, color)
     for ax in axes.flat[len(images) :]:
         ax.set_axis_off()
     return look.titled(figure, title) if title else figure
@@ -91,11 +90,8 @@ def before_after(
     kept, shapes = [], [display.shape for display in displays] if shapes is None else shapes
     columns = zip(axes.T, displays, boxes, prepared, titles, shapes, strict=True)
     for (above, below), display, (top, left, bottom, right), image, text, (height, width) in columns:
-        y, x = display.shape[0] / height, display.shape[1] / width
         look.show_image(above, display)
-        corner = (left * x - 0.5, top * y - 0.5)  # pixel 0 reaches from -0.5 to 0.5
-        size = ((right - left) * x, (bottom - top) * y)
-        above.add_patch(Rectangle(corner, *size, fill=False, edgecolor=look.CROP, linewidth=1.5))
+        draw_box(above, (top, left, bottom, right), display.shape, (height, width))
         above.set_title(text, fontsize=9)
         look.show_image(below, image)
         for ax, shape in ((above, (height, width)), (below, image.shape)):
@@ -143,66 +139,7 @@ def differences(image: np.ndarray, others: Mapping[str, np.ndarray]) -> Figure:
     return look.titled(figure, ". ".join(f"{name}: {_difference(error)}" for name, error in errors.items()))
 
 
-@look.styled
-def worst_mistakes(
-    breasts: pd.DataFrame, images: pd.DataFrame, store: Store, threshold: float | None = None, n: int = 4
-) -> Figure:
-    """The breasts with cancer that have the lowest scores, and those without that have the highest, each in two views.
-
-    Args:
-        breasts: a row a breast: patient_id, laterality, cancer, score.
-        images: of these and perhaps other breasts, those with pixels: patient_id, laterality, view, image_id. A breast without
-            any is not shown.
-        store: that holds these images.
-        threshold: scores at or above it are called positive; None or inf: none was chosen.
-        n: breasts of each kind.
-    """
-    shown = (
-        images.drop_duplicates([*BREAST, "view"]).groupby(BREAST, sort=False).head(2)
-    )  # of a kind of view, the first
-    there = breasts.merge(shown[BREAST].drop_duplicates(), on=BREAST)
-    worst = {1: there[there["cancer"] == 1].nsmallest(n, "score"), 0: there[there["cancer"] == 0].nlargest(n, "score")}
-    worst = {label: rows for label, rows in worst.items() if len(rows)}
-    if not worst:
-        return look.nothing("No scores of breasts with images to show")
-    columns = 2 * max(len(rows) for rows in worst.values())
-    cell = min(0.93 * WIDTH / columns, 2.0)  # inches
-    size = (max(columns * cell / 0.93, 7), len(worst) * (cell * store.shape[0] / store.shape[1] + 0.45) + 0.5)
-    figure, axes = plt.subplots(len(worst), columns, figsize=size, squeeze=False)
-    for line, (label, rows) in zip(axes, worst.items(), strict=True):
-        for ax in line:
-            ax.set_axis_off()
-        for number, breast in enumerate(rows.itertuples()):
-            views = shown[(shown["patient_id"] == breast.patient_id) & (shown["laterality"] == breast.laterality)]
-            for ax, row, view in zip(line[2 * number :], store.rows_of(views["image_id"]), views["view"], strict=False):
-                text = f"{breast.patient_id}, {breast.laterality} {view}\nscore {breast.score:.3g}"
-                ax.set_axis_on()
-                _framed(ax, store[int(row)], text, LABEL_COLORS[label])
-        line[0].set_ylabel("cancer, lowest scores" if label else "no cancer, highest scores")
-    lost = len(breasts) - len(there)
-    note = f" ({lost:,} breasts without pixels are not shown)" if lost else ""
-    return look.titled(figure, _mistakes_title(breasts, threshold) + note)
-
-
-def _framed(ax: Axes, image: np.ndarray, text: str, color: str | None) -> None:
-    look.show_image(ax, image)
-    ax.set_title(text, fontsize=9)
-    for spine in ax.spines.values():
-        spine.set(visible=color is not None, color=color or "white", linewidth=3)
-
-
 # Titles that state the finding
-
-
-def _mistakes_title(breasts: pd.DataFrame, threshold: float | None) -> str:
-    if threshold is None or not math.isfinite(threshold):
-        return "Cancers with the lowest scores, and breasts without cancer with the highest"
-    cancer, called = breasts["cancer"] == 1, breasts["score"] >= threshold
-    missed, false = int((cancer & ~called).sum()), int((called & ~cancer).sum())
-    return (
-        f"At the threshold {threshold:.3g}, {missed:,} of {cancer.sum():,} breasts with cancer are missed and {false:,} of "
-        f"{(~cancer).sum():,} without are called"
-    )
 
 
 def _difference(error: np.ndarray) -> str:

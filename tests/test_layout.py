@@ -22,8 +22,8 @@ LADDER = (
         "surgery", "families", "necks", "views", "leaks", "subgroups",
     ),
     (
-        "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots", "plots_models", "runs", "tally",
-        "history", "results", "checkpoint", "headers", "weights", "speed",
+        "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots_groups", "plots_cases", "plots",
+        "plots_models", "runs", "tally", "history", "results", "checkpoint", "headers", "weights", "speed",
     ),
     (
         "models", "heatmaps", "samplers", "data", "prepare", "reading", "batches", "compare", "jobs", "preprocess", "demo",

@@ -1,0 +1,226 @@
+"""Figures of single cases: the worst mistakes, and all views of a patient, with what the model saw over them.
+
+Heat maps are drawn in the colour of cancer, as strong as the map says: they show what spoke for cancer.
+"""
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from rsnakit import look
+from rsnakit.look import CANCER, LABEL_COLORS, WIDTH
+from rsnakit.metrics import BREAST
+from rsnakit.store import Store
+
+STRENGTH = 0.6  # of a heat map at its largest value: what lies below is still seen
+FACTS = {"age": "age", "density": "density", "site_id": "site", "machine_id": "machine"}  # columns of a table, in words
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class View:
+    """An image of a patient as `patient` draws it; whatever is None or NaN is left out.
+
+    Attributes:
+        laterality, view: L or R; CC, MLO and so on.
+        image_id: of the image.
+        cancer: 0 or 1, of the breast.
+        score: of the image, or of its breast where a model sees breasts.
+        frame: (h, w) float32 in [0, 1], the frame as a viewer shows it, or a smaller copy.
+        box: the crop (top, left, bottom, right) in pixels of the source frame, whose (rows, columns) `shape` has.
+        image: (H, W) whole numbers in 0..4095, what the model is shown.
+        heat: (H, W) float32 in [0, 1], over `image`.
+        note: why there is no frame or no image.
+    """
+
+    laterality: str
+    view: str
+    image_id: str
+    cancer: float = math.nan
+    score: float = math.nan
+    frame: np.ndarray | None = None
+    box: tuple[int, int, int, int] | None = None
+    shape: tuple[int, int] | None = None
+    image: np.ndarray | None = None
+    heat: np.ndarray | None = None
+    note: str = ""
+
+
+def worst_images(breasts: pd.DataFrame, images: pd.DataFrame, n: int = 4) -> pd.DataFrame:
+    """The images that `worst_mistakes` draws, for which heat maps can be made before.
+
+    Args:
+        breasts: a row a breast: patient_id, laterality, cancer, score.
+        images: of these and perhaps other breasts, those with pixels: patient_id, laterality, view, image_id.
+        n: breasts of each kind.
+
+    Returns:
+        Rows of `images` with `cancer` and `score` of their breast: of the n breasts with cancer that have the lowest scores,
+        then of the n without that have the highest, of each the first image of each of its first two kinds of view.
+    """
+    shown = images.drop_duplicates([*BREAST, "view"]).groupby(BREAST, sort=False).head(2)
+    there = breasts[[*BREAST, "cancer", "score"]].merge(shown[BREAST].drop_duplicates(), on=BREAST)
+    missed, called = there[there["cancer"] == 1].nsmallest(n, "score"), there[there["cancer"] == 0].nlargest(n, "score")
+    others = [name for name in shown.columns if name not in ("cancer", "score")]
+    return pd.concat([missed, called]).merge(shown[others], on=BREAST)
+
+
+@look.styled
+def worst_mistakes(
+    breasts: pd.DataFrame,
+    images: pd.DataFrame,
+    store: Store,
+    threshold: float | None = None,
+    n: int = 4,
+    heatmaps: Mapping[str, np.ndarray] | None = None,
+) -> Figure:
+    """The breasts with cancer that have the lowest scores, and those without that have the highest, each in two views.
+
+    Args:
+        breasts: a row a breast: patient_id, laterality, cancer, score.
+        images: of these and perhaps other breasts, those with pixels: patient_id, laterality, view, image_id, and what is
+            known of age, site, machine and density (`FACTS`), which stands below each. A breast without any is not shown.
+        store: that holds these images.
+        threshold: scores at or above it are called positive; None or inf: none was chosen.
+        n: breasts of each kind.
+        heatmaps: (H, W) in [0, 1] each, by image_id: drawn over the images that have one (`heatmaps.OutOfFold`).
+    """
+    shown = worst_images(breasts, images, n)
+    if not len(shown):
+        return look.nothing("No scores of breasts with images to show")
+    heatmaps, kinds = heatmaps or {}, shown["cancer"].nunique()
+    columns = 2 * int(shown.drop_duplicates(BREAST)["cancer"].value_counts().max())
+    cell = min(0.93 * WIDTH / columns, 2.0)  # inches
+    lines = max(_facts(row).count("\n") + 1 for row in shown.to_dict("records"))
+    size = (max(columns * cell / 0.93, 7), kinds * (cell * store.shape[0] / store.shape[1] + 0.45 + 0.13 * lines) + 0.5)
+    figure, axes = plt.subplots(kinds, columns, figsize=size, squeeze=False)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for line, (label, of_kind) in zip(axes, shown.groupby("cancer", sort=False), strict=True):
+        for number, (_, views) in enumerate(of_kind.groupby(BREAST, sort=False)):
+            rows = zip(store.rows_of(views["image_id"]), views.to_dict("records"), strict=True)
+            for ax, (row, view) in zip(line[2 * number :], rows, strict=False):
+                text = f"{view['patient_id']}, {view['laterality']} {view['view']}\nscore {view['score']:.3g}"
+                ax.set_axis_on()
+                framed(ax, store[int(row)], text, LABEL_COLORS[label])
+                show_heat(ax, heatmaps.get(view["image_id"]))
+                ax.set_xlabel(_facts(view), fontsize=8)
+        line[0].set_ylabel("cancer, lowest scores" if label else "no cancer, highest scores")
+    there = breasts.merge(images[BREAST].drop_duplicates(), on=BREAST)
+    lost = len(breasts) - len(there)
+    note = f" ({lost:,} breasts without pixels are not shown)" if lost else ""
+    seen = ". Orange: what spoke for cancer" if heatmaps else ""
+    return look.titled(figure, _mistakes_title(breasts, threshold) + note + seen)
+
+
+@look.styled
+def patient(views: Sequence[View], title: str, window: str = "first") -> Figure:
+    """All views of a patient: frames with their crop boxes, and below what the model is shown, with heat maps.
+
+    Args:
+        views: in the order in which they are drawn.
+        title: of the whole.
+        window: that the frames are shown with, `first` or `none`.
+    """
+    if not views:
+        return look.nothing(f"{title}: no images" if title else "No images to show")
+    aspects = [
+        max([image.shape[0] / image.shape[1] for image in images if image is not None] or [0.3])
+        for images in ([view.frame for view in views], [view.image for view in views])
+    ]
+    cell = min(WIDTH / len(views), *(limit / aspect for limit, aspect in zip((3.2, 4.0), aspects, strict=True)))
+    size = (min(WIDTH, max(len(views) * cell, 7)), cell * sum(aspects) + 1.9)
+    figure, axes = plt.subplots(2, len(views), figsize=size, squeeze=False, height_ratios=aspects)
+    for view, above, below in zip(views, *axes, strict=True):
+        color = LABEL_COLORS.get(view.cancer)
+        for ax, image in ((above, view.frame), (below, view.image)):
+            if image is None:
+                ax.set_axis_off()
+            else:
+                framed(ax, image, "", color)
+        above.set_title(f"{view.laterality} {view.view}", fontsize=10)
+        if view.frame is not None and view.box is not None:
+            draw_box(above, view.box, view.frame.shape, view.shape or view.frame.shape)
+        if view.image is not None:
+            show_heat(below, view.heat)
+        score = "no score" if math.isnan(view.score) else f"score {view.score:.3g}"
+        below.set_title(f"{view.image_id}\n{score}", fontsize=9)
+        if view.note:
+            (below if view.image is None else above).text(
+                0.5, 0.5, _wrapped(view.note, cell), ha="center", va="center", fontsize=8
+            )
+    axes[0][0].set_ylabel(f"frame, window {window}")
+    axes[1][0].set_ylabel("what the model is shown")
+    return look.titled(figure, title)
+
+
+def framed(ax: Axes, image: np.ndarray, text: str, color: str | None) -> None:
+    """An image in grey with a text above it, framed in a colour; None: no frame."""
+    look.show_image(ax, image)
+    ax.set_title(text, fontsize=9)
+    for spine in ax.spines.values():
+        spine.set(visible=color is not None, color=color or "white", linewidth=3)
+
+
+def draw_box(ax: Axes, box: tuple[int, int, int, int], drawn: tuple[int, int], shape: tuple[int, int]) -> None:
+    """A crop box over a frame.
+
+    Args:
+        box: (top, left, bottom, right), pixels of the source frame.
+        drawn: (rows, columns) of the copy that the axes show.
+        shape: (rows, columns) of the source frame.
+    """
+    top, left, bottom, right = box
+    y, x = drawn[0] / shape[0], drawn[1] / shape[1]
+    corner = (left * x - 0.5, top * y - 0.5)  # pixel 0 reaches from -0.5 to 0.5
+    size = ((right - left) * x, (bottom - top) * y)
+    ax.add_patch(Rectangle(corner, *size, fill=False, edgecolor=look.CROP, linewidth=1.5))
+
+
+def show_heat(ax: Axes, heat: np.ndarray | None) -> None:
+    """A heat map, (H, W) in [0, 1], over an image of that size; None: nothing."""
+    if heat is None:
+        return
+    height, width = heat.shape
+    step = max(1, max(heat.shape) // 1000)  # as look.show_image thins out
+    heat = heat[::step, ::step]
+    colors = np.empty((*heat.shape, 4), np.float32)
+    colors[..., :3], colors[..., 3] = to_rgb(CANCER), STRENGTH * heat
+    ax.imshow(colors, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest")
+    ax.set(xticks=[], yticks=[], anchor="N")
+
+
+def _facts(row: Mapping) -> str:
+    """What is known of an image, on two lines."""
+    known = [
+        f"{word} {row[name]:g}" if isinstance(row[name], float | int | np.number) else f"{word} {row[name]}"
+        for name, word in FACTS.items()
+        if name in row and pd.notna(row[name]) and row[name] != ""
+    ]
+    return "\n".join(", ".join(known[first : first + 2]) for first in range(0, len(known), 2))
+
+
+def _wrapped(text: str, inches: float) -> str:
+    return textwrap.fill(text, max(10, int(inches * 14)))
+
+
+# Titles that state the finding
+
+
+def _mistakes_title(breasts: pd.DataFrame, threshold: float | None) -> str:
+    if threshold is None or not math.isfinite(threshold):
+        return "Cancers with the lowest scores, and breasts without cancer with the highest"
+    cancer, called = breasts["cancer"] == 1, breasts["score"] >= threshold
+    missed, false = int((cancer & ~called).sum()), int((called & ~cancer).sum())
+    return (
+        f"At the threshold {threshold:.3g}, {missed:,} of {cancer.sum():,} breasts with cancer are missed and {false:,} of "
+        f"{(~cancer).sum():,} without are called"
+    )
