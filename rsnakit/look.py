@@ -7,7 +7,6 @@ tell apart.
 import functools
 import itertools
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -15,6 +14,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextToPath
 
 CANCER, NO_CANCER = "#D55E00", "#0072B2"  # vermillion, blue
 LABEL_COLORS = {0: NO_CANCER, 1: CANCER}
@@ -60,9 +61,21 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 def titled(figure: Figure, title: str) -> Figure:
     """The figure with a title over all its panels, on as many lines as its width asks for."""
-    letters = int(figure.get_figwidth() * 10.3)  # of this size on a line
-    figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    font = FontProperties(size=12, weight="bold")
+    figure.suptitle(_wrapped(title, 72 * 0.95 * figure.get_figwidth(), font), x=0.01, ha="left", fontproperties=font)
     return figure
+
+
+def _wrapped(text: str, width: float, font: FontProperties) -> str:
+    """A text on as many lines as it takes for none to be wider, in points; a word that is wider has a line of its own."""
+    lines, measure = [""], TextToPath()
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if measure.get_text_width_height_descent(longer, font, False)[0] > width and lines[-1]:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
 
 
 def nothing(why: str) -> Figure:

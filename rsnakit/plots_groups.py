@@ -36,10 +36,9 @@ def forest(table: pd.DataFrame, overall: Score, name: str = "AUC") -> Figure:
     size = (WIDTH, 1.2 + 0.24 * max(lengths))
     figure, axes = plt.subplots(1, len(halves), figsize=size, squeeze=False)
     for ax, half in zip(axes[0], halves, strict=True):
-        lines = {f"{heading} (breasts, with cancer)": _group_lines(sections[heading]) for heading in half}
-        look.forest(ax, lines, limits, "{:.2f}")
+        look.forest(ax, {heading: _group_lines(sections[heading]) for heading in half}, limits, "{:.2f}")
         ax.axvline(whole, color="black", linewidth=1, linestyle=":", zorder=1)
-        ax.set(ylim=(max(lengths) - 0.7, -0.8), xlabel=f"{name}, with its 95 % interval")
+        ax.set(ylim=(max(lengths) - 0.7, -0.8), xlabel=f"{name} with its 95 % interval\n(breasts, with cancer)")
     return look.titled(figure, _forest_title(table, whole, name))
 
 
@@ -130,7 +129,7 @@ def _halved(lengths: Mapping[str, float]) -> list[list[str]]:
 def _forest_title(table: pd.DataFrame, whole: float, name: str) -> str:
     scored = table[table["value"].notna()]
     few = len(table) - len(scored)
-    note = f"; {few:,} of {len(table):,} groups are too small to score" if few else ""
+    note = f"; too small to score: {few:,} of {len(table):,} groups" if few else ""
     if scored.empty:
         return f"No group has enough breasts of both kinds for its {name}" + note
     apart = scored[(scored["low"] > whole) | (scored["high"] < whole)]
@@ -140,8 +139,8 @@ def _forest_title(table: pd.DataFrame, whole: float, name: str) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     chance = f"{0.05 * len(scored):.1f}".removesuffix(".0")
     return (
-        f"{name} of all: {number(whole)}. Outside their interval lies it in {', '.join(names[:3])}{more}: {len(apart)} of "
-        f"{len(scored)} groups, where chance alone would give about {chance}{note}"
+        f"{name} of all, {number(whole)}, is outside the interval of {', '.join(names[:3])}{more}: {len(apart)} of "
+        f"{len(scored)} groups, where chance alone gives up to about {chance}{note}"
     )
 
 

@@ -44,7 +44,7 @@ def score_intervals(summary: Mapping, others: Mapping[str, Score] | None = None)
     if not lines:
         return look.nothing("No scores yet: they need breasts with cancer and breasts without")
     figure, ax = plt.subplots(figsize=(WIDTH, 1.1 + 0.36 * len(lines)))
-    look.forest(ax, {"": lines}, (0, 1), "{:.2f}")
+    look.forest(ax, {"": lines}, (0, 1), "{:.3f}")
     ax.set_xlabel("score of breasts, out of fold, with its 95 % interval over patients")
     return look.titled(figure, _summary_title(summary, lines[0]))
 
@@ -69,12 +69,14 @@ def threshold_curve(
     ax.fill_between(curve["threshold"], curve["low"], curve["high"], color="#DDDDDD", linewidth=0, label="95 % band")
     line = "o-" if len(curve) == 1 else "-"
     ax.plot(curve["threshold"], curve["f1"], line, color=NEUTRAL, label="F1 where scores of at least this are called")
-    for name, point, color, marker in (
-        ("chosen on the other folds (nested)", nested, VALIDATION, "o"),
-        ("chosen on these very scores (flatters)", naive, TRAIN, "s"),
-    ):
-        if point is not None:
-            _draw_choice(ax, name, *point, color, marker)
+    if naive is not None:
+        _draw_choice(
+            ax, *naive, TRAIN, marker="s", linewidth=6, markersize=10, label="chosen on these very scores (flatters)"
+        )
+    if nested is not None:
+        _draw_choice(
+            ax, *nested, VALIDATION, marker="o", linewidth=1.5, markersize=6, label="chosen on the other folds (nested)"
+        )
     first, last = curve["threshold"].iloc[[0, -1]]
     margin = 0.02 * (last - first) or 0.05
     ax.set(xlabel="threshold: score of a breast at or above which it is called", xlim=(first - margin, last + margin))
@@ -107,19 +109,21 @@ def operating_curves(
     texts = {name: look.with_interval((scores or {}).get(name) or score) for name, score in found.items()}
     draw_precision_recall(left, labels, values, color=VALIDATION)
     left.axhline(labels.mean(), color=NEUTRAL, linestyle=":")
-    left.set(
-        title=f"average precision {texts['average_precision']}", xlabel="recall: share of the cancers that are called"
-    )
-    left.set(ylabel="precision: share of the called with cancer")
+    left.set(title=f"average precision {texts['average_precision']}; chance: {labels.mean():.2g}")
+    left.set(xlabel="recall: share of the cancers that are called", ylabel="precision: share with cancer")
     rates = roc_curve(labels, values, drop_intermediate=True)
     right.plot(rates[0], rates[1], color=VALIDATION)
     right.plot([0, 1], [0, 1], color=NEUTRAL, linestyle=":")
-    right.set(title=f"AUC {texts['auc']}", xlabel="1 - specificity: share of those without cancer that are called")
-    right.set(ylabel="sensitivity: share of the cancers that are called")
-    for (name, cut), (color, marker) in zip(points.items(), POINTS, strict=False):
+    right.set(
+        title=f"AUC {texts['auc']}; chance: 0.5",
+        xlabel="1 - specificity: share of those without cancer that are called",
+    )
+    right.set(ylabel="sensitivity: share of cancers called")
+    for rank, ((name, cut), (color, marker)) in enumerate(zip(points.items(), POINTS, strict=False)):
         called = values >= cut
         recall = called[labels].mean()
         style = {"color": color, "marker": marker, "linestyle": "", "markersize": 9, "markeredgecolor": "white"}
+        style["zorder"] = 10 - rank  # where points meet, the more important one is seen
         left.plot(recall, labels[called].mean(), label=f"{name}: {cut:.3g}", **style)
         right.plot(called[~labels].mean(), recall, **style)
     for ax in (left, right):
@@ -152,7 +156,7 @@ def calibration_curves(tables: Mapping[str, pd.DataFrame]) -> Figure:
         predicted, observed = 100 * table["predicted"], 100 * table["observed"]
         errors = [(observed - 100 * table["low"]).clip(lower=0), (100 * table["high"] - observed).clip(lower=0)]
         ax.errorbar(predicted, observed, errors, fmt="o-", color=VALIDATION, markersize=5, linewidth=1)
-        ax.set_title(f"{name}: off by {_points(_off(table))}")
+        ax.set_title(f"{name}: off by {_off(table):.2g} points")
         ax.set(xlim=(-2 * top, 104 * top), ylim=(-2 * top, 104 * top))
         ax.grid(True)
     for ax in axes.flat[len(tables) :]:
@@ -163,26 +167,20 @@ def calibration_curves(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _draw_choice(
-    ax: Axes, name: str, thresholds: float | Sequence[float], score: Score, color: str, marker: str
+    ax: Axes, thresholds: float | Sequence[float], score: Score, color: str, linewidth: float, **points
 ) -> None:
     """A chosen threshold as a point with its interval; several as points on a line."""
-    thresholds = np.atleast_1d(np.asarray(thresholds, float))
-    thresholds = np.sort(thresholds[np.isfinite(thresholds)])
+    thresholds = np.sort(np.atleast_1d(np.asarray(thresholds, float)))
+    thresholds = thresholds[np.isfinite(thresholds)]
     value, low, high = look.interval_of(score)
-    if not len(thresholds) or math.isnan(value):
-        return
-    ax.plot(thresholds, np.full(len(thresholds), value), "-", marker=marker, color=color, markersize=7, label=name)
-    middle = thresholds.mean()
-    ax.plot([middle, middle], [low, high], color=color, linewidth=1.5)
+    if len(thresholds) and not math.isnan(value):
+        ax.plot([thresholds.mean()] * 2, [low, high], color=color, linewidth=linewidth, solid_capstyle="butt")
+        ax.plot(thresholds, [value] * len(thresholds), "-", color=color, **points)
 
 
 def _off(table: pd.DataFrame) -> float:
-    """How far scores are from the share of cancers, on average over the breasts of a reliability table."""
-    return float(np.average((table["predicted"] - table["observed"]).abs(), weights=table["n"]))
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:.2g} points"
+    """How far scores are from the share of cancers, in points of a hundred, on average over a reliability table's breasts."""
+    return 100 * float(np.average((table["predicted"] - table["observed"]).abs(), weights=table["n"]))
 
 
 # Titles that state the finding
@@ -221,28 +219,30 @@ def _threshold_title(curve: pd.DataFrame, nested: tuple | None, naive: tuple | N
 
 
 def _operating_title(labels: np.ndarray, scores: np.ndarray, points: Mapping[str, float], texts: Mapping) -> str:
-    title = f"AUC {texts['auc']}, average precision {texts['average_precision']} where chance gives {labels.mean():.2g}"
     if not points:
-        return title
+        return (
+            f"AUC {texts['auc']}, average precision {texts['average_precision']} where chance gives {labels.mean():.2g}"
+        )
     name, cut = next(iter(points.items()))
     called = scores >= cut
     hits = (called & labels).sum()
     return (
-        f"{name[0].upper() + name[1:]}: {percent(hits / labels.sum())} of the cancers are called and "
-        f"{percent(called[~labels].mean())} of the others; {percent(hits / called.sum())} of the called have cancer. {title}"
+        f"{_capital(name)}: {percent(hits / labels.sum())} of the cancers are called and {percent(called[~labels].mean())} "
+        f"of the others; {percent(hits / called.sum())} of the called have cancer"
     )
 
 
 def _calibration_title(tables: Mapping[str, pd.DataFrame]) -> str:
-    (first, before), *others = tables.items()
-    promised = np.average(before["predicted"], weights=before["n"])
-    found = np.average(before["observed"], weights=before["n"])
-    title = (
-        f"{first[0].upper() + first[1:]}, scores promise {percent(promised)} with cancer and {percent(found)} have it"
-    )
+    (name, before), *others = tables.items()
+    promised, found = (np.average(before[column], weights=before["n"]) for column in ("predicted", "observed"))
+    title = f"{_capital(name)}: {percent(promised)} of breasts should have cancer, and {percent(found)} have it"
     if not others:
         return title
     best = min((name for name, _ in others), key=lambda name: _off(tables[name]))
-    better = _off(tables[best]) < _off(before)
-    end = f"{best} brings the mean distance from {_points(_off(before))} to {_points(_off(tables[best]))}"
-    return f"{title}; {end}" if better else f"{title}; no calibration brings them nearer"
+    if _off(tables[best]) >= _off(before):
+        return f"{title}; no calibration brings the scores nearer"
+    return f"{title}; {best} brings the mean distance from {_off(before):.2g} to {_off(tables[best]):.2g} points"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
