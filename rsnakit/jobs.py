@@ -3,12 +3,15 @@
 It imports little: every process that is started has to.
 """
 
+import hashlib
 import logging
 import os
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from rsnakit.prepare import BlankImage, PreprocessConfig, prepare, status_of
 from rsnakit.store_formats import write_image
@@ -84,8 +87,14 @@ def prepare_into_store(job: Job, item: tuple[int, str, str, str]) -> dict:
         "status": "ok",
         "reason": "; ".join(prepared.notes),
     }
-    seconds = round(time.perf_counter() - begun, 4)
-    return {**found, **numbers, "flipped": prepared.flipped, "source_bytes": file_size(path), "seconds": seconds}
+    more = {"flipped": prepared.flipped, "source_bytes": file_size(path), "content": content_hash(prepared.image)}
+    return {**found, **numbers, **more, "seconds": round(time.perf_counter() - begun, 4)}
+
+
+def content_hash(image: np.ndarray) -> str:
+    """16 hex digits of an image (H, W) uint16 that another one has by chance alone: among a million images once in 37 million
+    such sets. Equal pixels give equal digits, whatever files they came from and whatever the store's format."""
+    return hashlib.blake2b(np.ascontiguousarray(image, "<u2").tobytes(), digest_size=8).hexdigest()
 
 
 def failed_row(item: tuple[int, str, str, str], error: Exception, seconds: float = 0.0) -> dict:
@@ -95,7 +104,8 @@ def failed_row(item: tuple[int, str, str, str], error: Exception, seconds: float
     logging.getLogger(__name__).info("%s: %s", path, reason)
     found = {"row": row, "patient_id": patient_id, "image_id": image_id, "status": status, "reason": reason}
     empty = dict.fromkeys(("source_height", "source_width", "top", "left", "bottom", "right"), 0)
-    return {**found, **empty, "flipped": False, "source_bytes": file_size(path), "seconds": round(seconds, 4)}
+    more = {"flipped": False, "source_bytes": file_size(path), "content": ""}
+    return {**found, **empty, **more, "seconds": round(seconds, 4)}
 
 
 def file_size(path: Path | str) -> int:

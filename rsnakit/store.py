@@ -38,8 +38,9 @@ __all__ = [
 LAYOUT = 2  # of block8: tiles of 8 x 4 pixels, where the first one had runs of 32
 INDEX_COLUMNS = (
     "row", "patient_id", "image_id", "status", "reason", "source_height", "source_width", "source_bytes",
-    "top", "left", "bottom", "right", "flipped", "seconds",
+    "top", "left", "bottom", "right", "flipped", "seconds", "content",
 )  # fmt: skip
+WITHOUT_CONTENT = INDEX_COLUMNS[:-1]  # the index of a store that an older version made
 
 
 class StoreError(ValueError):
@@ -53,7 +54,8 @@ class Store:
         path: its folder.
         manifest: what `manifest.json` holds: format, height, width, preprocess (the settings), hash, versions.
         index: DataFrame, a row an image in the store's order; ids are strings; status is `ok`, `blank` or `failed`; reason
-            says why there are no pixels, or of an image that is `ok` what was put right in reading its file.
+            says why there are no pixels, or of an image that is `ok` what was put right in reading its file; content is a
+            hash of the prepared pixels, by which equal images are found, and "" where it is not known.
 
     Raises:
         StoreError: the folder holds no store, one of a format that this version cannot read, or one whose images.bin is
@@ -238,11 +240,14 @@ def read_index(path: Path) -> pd.DataFrame:
     except FileNotFoundError:
         text = ""
     whole = text[: text.rfind("\n") + 1] or ",".join(INDEX_COLUMNS) + "\n"
-    if whole.split("\n", 1)[0] != ",".join(INDEX_COLUMNS):
+    header = tuple(whole.split("\n", 1)[0].split(","))
+    if header not in (INDEX_COLUMNS, WITHOUT_CONTENT):
         raise StoreError(
             f"{path / 'index.csv'}: not the index of a store, its first line is {whole[:60]!r}. Delete the store."
         )
-    strings = {name: str for name in ("patient_id", "image_id", "status", "reason")}
+    strings = {name: str for name in ("patient_id", "image_id", "status", "reason", "content")}
     index = pd.read_csv(io.StringIO(whole), dtype=strings, keep_default_na=False, na_values={"seconds": [""]})
+    if header == WITHOUT_CONTENT:
+        index["content"] = ""
     index = index.drop_duplicates("row", keep="last")  # an image tried again has a later line
     return index.sort_values("row").reset_index(drop=True)

@@ -82,6 +82,20 @@ def test_store_holds_what_load_image_gives(table, tmp_path):
     assert exact.index["source_bytes"].tolist() == [os.path.getsize(path) for path in few["path"]]
 
 
+@pytest.mark.parametrize("image_format", ["block8", "raw16", "png8"])
+def test_the_index_tells_equal_images_by_their_pixels(tmp_path, image_format):  # V04
+    table = write_many(tmp_path / "files", 4)
+    shutil.copy(table["path"].iloc[1], table["path"].iloc[3])  # the same file under another id
+    write(Path(table["path"].iloc[2]), np.zeros((200, 160), np.uint16))
+    index = build_store(table, CONFIG, tmp_path / "store", n_jobs=1, image_format=image_format).index
+    assert index["status"].tolist() == ["ok", "ok", "blank", "ok"]
+    content = index["content"].tolist()
+    assert content[1] == content[3] != content[0] and content[2] == ""
+    pixels = load_image(table["path"].iloc[0], CONFIG)
+    assert content[0] == hashlib.blake2b(pixels.tobytes(), digest_size=8).hexdigest()  # of what is stored, any format
+    assert jobs.content_hash(np.asfortranarray(pixels)) == content[0] != jobs.content_hash(pixels ^ 1)
+
+
 @pytest.mark.parametrize(("image_format", "n_jobs"), [("png16", 2), ("png8", 1)])
 def test_png_stores_hold_files_that_others_read(table, tmp_path, image_format, n_jobs):
     images = build_store(table, CONFIG, tmp_path / "store", n_jobs, image_format)

@@ -166,6 +166,37 @@ def test_later_line_of_a_row_wins(tmp_path):
         reopen(tmp_path)
 
 
+def test_an_index_without_content_is_read_and_gone_on_with(tmp_path):
+    """As older versions wrote it: of its images the content is not known, of those that follow it is."""
+    make(tmp_path, numbers=(0, 1))
+    lines = (tmp_path / "index.csv").read_text().splitlines()
+    assert lines[0] == ",".join(INDEX_COLUMNS) and lines[0].endswith(",content")
+    old = "\n".join(line.rsplit(",", 1)[0] for line in lines) + "\n"
+    (tmp_path / "index.csv").write_text(old)
+    opened = Store(tmp_path)
+    assert opened.index["image_id"].tolist() == ["0100", "0101"] and opened.index["content"].tolist() == ["", ""]
+    check(opened[0], 0, "raw16")
+    assert (tmp_path / "index.csv").read_text() == old  # reading changes nothing
+
+    assert reopen(tmp_path)["row"].tolist() == [0, 1]
+    write(tmp_path, 2, "raw16")
+    store.append_index(tmp_path, [{**row(2, "0102"), "content": "00e4567890123456"}])
+    for _ in range(2):
+        index = Store(tmp_path).index
+        assert index["image_id"].tolist() == ["0100", "0101", "0102"]
+        assert index["content"].tolist() == ["", "", "00e4567890123456"]  # text, and no number
+        reopen(tmp_path)
+
+
+def test_an_index_of_other_columns_is_refused(tmp_path):
+    make(tmp_path)
+    text = (tmp_path / "index.csv").read_text()
+    for header in (",".join(INDEX_COLUMNS[1:]), ",".join(INDEX_COLUMNS[:-2]), ",".join(INDEX_COLUMNS) + ",more"):
+        (tmp_path / "index.csv").write_text(text.replace(text.split("\n", 1)[0], header, 1))
+        with pytest.raises(StoreError, match=r"index\.csv: not the index of a store"):
+            Store(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("height", 64), ("window", "none"), ("crop_margin", 0.1), ("crop", False), ("format", "block8")]
 )
