@@ -1,16 +1,20 @@
-"""Statistics of scores against labels: pF1, thresholds, AUC and average precision.
+"""Statistics of scores against labels: pF1, the best threshold, ranking and calibration.
 
 Labels (N,) are 0 or 1 and scores (N,) are floats, matched by position. A different length, another label or a NaN is a
-ValueError everywhere.
+ValueError everywhere. A statistic is called as `statistic(labels, scores) -> float`. Most carry how they follow from sums
+over rows (`rows` and `of_sums`) or from counts at the scores of positives (`of_points`), for `resampling` to take them of
+all its resamples at once.
 """
 
 import math
+import sys
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 
-def pfbeta(labels: ArrayLike, scores: ArrayLike, beta: float = 1.0) -> float:
+def pfbeta(labels: ArrayLike, scores: ArrayLike, beta: float = 1.0) -> Any:
     """Probabilistic F-beta of scores against binary labels.
 
     Precision and recall are taken over probability mass instead of counts: a positive with score p adds p to the true
@@ -19,23 +23,23 @@ def pfbeta(labels: ArrayLike, scores: ArrayLike, beta: float = 1.0) -> float:
 
     Args:
         labels: (N,) 0 or 1.
-        scores: (N,) probabilities; values outside [0, 1], infinite ones too, are clipped, as the competition does.
+        scores: (N,) probabilities; values outside [0, 1], infinite ones too, are clipped, as the competition does. For
+            a torch tensor, on any device, the answer is one too and has a gradient; clipped scores have none.
         beta: weight of recall against precision, 0 or more.
 
     Returns:
-        A value in [0, 1]; 0.0 where no mass falls on a positive: no rows, no positives, or every score 0.
+        A value in [0, 1], a float or a () tensor of float32 or float64; 0.0 where no mass falls on a positive: no rows,
+        no positives, or every score 0.
 
     Raises:
         ValueError: lengths differ, a label is neither 0 nor 1, a score is NaN, or beta is negative or not finite.
     """
-    labels, scores = checked(labels, scores)
     if not (math.isfinite(beta) and beta >= 0):
         raise ValueError(f"beta is {beta}; expected a finite number, 0 or more")
-    mass = np.clip(scores, 0.0, 1.0)
-    true_mass, false_mass = float(mass[labels].sum()), float(mass[~labels].sum())
-    if true_mass == 0.0:
-        return 0.0
-    return (1 + beta**2) * true_mass / (beta**2 * int(labels.sum()) + (true_mass + false_mass))
+    torch = sys.modules.get("torch")  # nothing is a tensor before it is imported, and importing it takes seconds
+    if torch is not None and isinstance(scores, torch.Tensor):
+        return _pfbeta_of_tensor(torch, labels, scores, beta)
+    return float(fbeta(_mass(*checked(labels, scores)).sum(axis=1), beta))
 
 
 def best_threshold(labels: ArrayLike, scores: ArrayLike) -> tuple[float, float]:
@@ -45,13 +49,18 @@ def best_threshold(labels: ArrayLike, scores: ArrayLike) -> tuple[float, float]:
     thresholds the highest is taken; with no positives to find it is (inf, 0.0), which calls nothing positive. The F1 is
     pF1 of the binarised scores; chosen and scored on the same rows it is optimistic.
     """
-    labels, scores = checked(labels, scores)
-    if not labels.any():
-        return math.inf, 0.0
-    thresholds, true_positives, called = _operating_points(labels, scores)
-    f1 = 2 * true_positives / (labels.sum() + called)
-    best = int(np.argmax(f1))
-    return float(thresholds[best]), float(f1[best])
+    points = operating_points(*checked(labels, scores))
+    return float(_best_threshold(points)), float(_best_f1(points))
+
+
+def chosen_threshold(labels: ArrayLike, scores: ArrayLike) -> float:
+    """The threshold of `best_threshold`, as a statistic: its interval tells how loosely the rows determine it."""
+    return best_threshold(labels, scores)[0]
+
+
+def best_f1(labels: ArrayLike, scores: ArrayLike) -> float:
+    """The F1 of `best_threshold`, as a statistic: chosen and scored on the same rows, so optimistic."""
+    return best_threshold(labels, scores)[1]
 
 
 def percentile_of(scores: ArrayLike, threshold: float) -> float:
@@ -83,20 +92,8 @@ def threshold_at(scores: ArrayLike, percentile: float) -> float:
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """Area under the ROC curve, as scikit-learn's `roc_auc_score`; NaN, without a warning, where a class is missing.
-
-    Written out here because the bootstrap calls it thousands of times.
-    """
-    labels, scores = checked(labels, scores)
-    n_positive = int(labels.sum())
-    n_negative = len(labels) - n_positive
-    if not n_positive or not n_negative:
-        return math.nan
-    _, true_positives, called = _operating_points(labels, scores)
-    false_positives = called - true_positives
-    # Trapezoids, in whole numbers until the last division.
-    heights = true_positives + np.append(0, true_positives[:-1])
-    return float((np.diff(false_positives, prepend=0) * heights).sum() / (2 * n_positive * n_negative))
+    """Area under the ROC curve, as scikit-learn's `roc_auc_score`; NaN, without a warning, where a class is missing."""
+    return float(_auc(operating_points(*checked(labels, scores))))
 
 
 def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
@@ -104,23 +101,77 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
 
     NaN, without a warning, where a class is missing.
     """
+    return float(_average_precision(operating_points(*checked(labels, scores))))
+
+
+def brier(labels: ArrayLike, scores: ArrayLike) -> float:
+    """Mean squared difference of scores, clipped to [0, 1], and labels (G. W. Brier, Monthly Weather Review 78, 1950).
+
+    As scikit-learn's `brier_score_loss`; NaN for no rows.
+    """
+    return float(_mean(_squares(*checked(labels, scores)).sum(axis=1)))
+
+
+def calibration_error(labels: ArrayLike, scores: ArrayLike, n_bins: int = 15) -> float:
+    """Expected calibration error: |observed rate - mean score| of bins, weighted by the rows in them.
+
+    The 15 bins are Guo et al.'s (ICML 2017), but of equally many rows: of their equally wide ones the lowest would hold
+    nearly all rows where few are positive, and equally full ones are less biased (Roelofs et al., AISTATS 2022). A row's
+    bin follows from how many scores are lower, so that equal scores stay together. By chance alone a perfect model shows
+    some error, and a resample more than its sample: for comparing models on the same rows.
+
+    Args:
+        labels, scores: (N,); scores outside [0, 1] are clipped.
+        n_bins: number of bins, at least 1.
+
+    Returns:
+        A value in [0, 1]; NaN for no rows.
+    """
     labels, scores = checked(labels, scores)
-    if labels.all() or not labels.any():  # no rows: both
+    if n_bins < 1:
+        raise ValueError(f"n_bins is {n_bins}; expected at least 1")
+    if not len(scores):
         return math.nan
-    _, true_positives, called = _operating_points(labels, scores)
-    return float((np.diff(true_positives, prepend=0) * true_positives / called).sum() / labels.sum())
+    order = np.argsort(scores, kind="stable")
+    _, n_below, n = np.unique(scores[order], return_index=True, return_counts=True)
+    bins = np.repeat(n_below * n_bins // len(scores), n)
+    gaps = np.bincount(bins, weights=(labels - np.clip(scores, 0.0, 1.0))[order])
+    return float(np.abs(gaps).sum() / len(scores))
 
 
-def _operating_points(labels: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct scores, falling, and at each as threshold the true positives and all called positive; N > 0."""
-    order = np.argsort(-scores, kind="stable")
-    ranked = scores[order]
-    last = np.append(np.flatnonzero(ranked[1:] != ranked[:-1]), len(ranked) - 1)  # the last row of each tie
-    return ranked[last], np.cumsum(labels[order])[last], last + 1
+class Points(NamedTuple):
+    """What is called at the distinct scores of positives as thresholds, of the rows (K,) or of n resamples of them (K, n).
+
+    No other threshold is ever best: between two of these scores a lower one only calls more negatives.
+    """
+
+    thresholds: np.ndarray  # (K,), falling
+    true_positives: np.ndarray
+    called: np.ndarray  # rows with a score at the threshold or above
+    tied: np.ndarray  # rows with that very score
+    positives: np.ndarray  # () or (n,)
+    negatives: np.ndarray  # () or (n,)
+
+    @property
+    def spared(self) -> np.ndarray:
+        """Negatives that are not called."""
+        return self.negatives - (self.called - self.true_positives)
+
+
+def operating_points(labels: np.ndarray, scores: np.ndarray) -> Points:
+    """The points of labels (N,) bool and scores (N,) float64, as `checked` gives them; one sort of all scores."""
+    ranked, found = np.sort(scores), np.sort(scores[labels])
+    thresholds = np.unique(found)[::-1]
+    true_positives = len(found) - np.searchsorted(found, thresholds)
+    called = len(ranked) - np.searchsorted(ranked, thresholds)
+    above = len(ranked) - np.searchsorted(ranked, thresholds, side="right")
+    return Points(
+        thresholds, true_positives, called, called - above, np.array(len(found)), np.array(len(ranked) - len(found))
+    )
 
 
 def checked(labels: ArrayLike, scores: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Labels as (N,) bool and scores as (N,) float64."""
+    """Labels as (N,) bool and scores as (N,) float64; a ValueError says which of them is not as it should be."""
     labels, scores = np.asarray(labels, dtype=float), _checked_scores(scores)
     if labels.shape != scores.shape:
         raise ValueError(f"labels have shape {labels.shape}, scores {scores.shape}; expected the same (N,)")
@@ -138,3 +189,80 @@ def _checked_scores(scores: ArrayLike) -> np.ndarray:
     if missing.any():
         raise ValueError(f"{int(missing.sum())} of {len(scores)} scores are NaN, the first at row {np.argmax(missing)}")
     return scores
+
+
+def _pfbeta_of_tensor(torch: Any, labels: Any, scores: Any, beta: float) -> Any:
+    known = labels.detach().to("cpu", torch.float64) if isinstance(labels, torch.Tensor) else labels
+    known, _ = checked(known, scores.detach().to("cpu", torch.float64))
+    positive = torch.as_tensor(known, device=scores.device)
+    mass = scores.to(torch.promote_types(scores.dtype, torch.float32)).clamp(0, 1)  # sums in half precision overflow
+    whole = beta**2 * positive.sum() + mass.sum()
+    return (1 + beta**2) * (mass * positive).sum() / torch.where(whole > 0, whole, 1)  # 0 / 1 where there is nothing
+
+
+# What follows takes sums and points of the rows, or of resamples along a last axis.
+
+
+def _mass(labels: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    mass = np.clip(scores, 0.0, 1.0)
+    return np.stack([mass * labels, mass * ~labels, labels])
+
+
+def fbeta(sums: np.ndarray, beta: float = 1.0) -> np.ndarray:
+    """F-beta of sums of true mass, false mass and positives."""
+    true_mass, false_mass, positives = sums[:3]
+    whole = beta**2 * positives + (true_mass + false_mass)
+    return (1 + beta**2) * true_mass / np.where(true_mass > 0, whole, 1)
+
+
+def _squares(labels: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    return np.stack([(np.clip(scores, 0.0, 1.0) - labels) ** 2, np.ones(len(labels))])
+
+
+def _mean(sums: np.ndarray) -> np.ndarray:
+    return ratio(sums[0], sums[1])
+
+
+def _f1(points: Points) -> np.ndarray:
+    return 2 * points.true_positives / np.maximum(points.positives + points.called, 1)
+
+
+def _best_f1(points: Points) -> np.ndarray:
+    return np.max(_f1(points), axis=0, initial=0.0)
+
+
+def _best_threshold(points: Points) -> np.ndarray:
+    candidates = np.append(points.thresholds, math.inf)  # inf where there is no positive
+    best = np.argmax(_f1(points), axis=0) if len(points.thresholds) else 0
+    return candidates[np.where(points.positives > 0, best, -1)]
+
+
+def _auc(points: Points) -> np.ndarray:
+    """Of every positive the negatives below it, and half of those that tie with it; in halves, whole numbers all."""
+    found = np.diff(points.true_positives, axis=0, prepend=0)
+    above_twice = 2 * points.called - points.tied - 2 * points.true_positives + found
+    halves = (found * (2.0 * points.negatives - above_twice)).sum(axis=0)
+    return ratio(halves, 2.0 * points.positives * points.negatives)
+
+
+def _average_precision(points: Points) -> np.ndarray:
+    found = np.diff(points.true_positives, axis=0, prepend=0)
+    precision = points.true_positives / np.maximum(points.called, 1)
+    return of_both(points, ratio((found * precision).sum(axis=0), points.positives))
+
+
+def ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """NaN, without a warning, where the whole is 0."""
+    out = np.full(np.broadcast_shapes(np.shape(part), np.shape(whole)), math.nan)
+    return np.divide(part, whole, out=out, where=np.asarray(whole) > 0)
+
+
+def of_both(points: Points, value: np.ndarray) -> np.ndarray:
+    """NaN where a class is missing."""
+    return np.where((points.positives > 0) & (points.negatives > 0), value, math.nan)
+
+
+pfbeta.rows, pfbeta.of_sums = _mass, fbeta
+brier.rows, brier.of_sums = _squares, _mean
+auc.of_points, average_precision.of_points = _auc, _average_precision
+best_f1.of_points, chosen_threshold.of_points = _best_f1, _best_threshold

@@ -13,8 +13,8 @@ MODULES = {path.stem: path for path in (REPOSITORY / "rsnakit").glob("*.py") if 
 LADDER = (
     (
         "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
-        "look", "scoring", "resampling", "breasts", "metrics", "calibration", "nested", "phantom", "tables", "folds",
-        "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress", "stopping", "failures",
+        "look", "scoring", "resampling", "operating", "breasts", "metrics", "calibration", "nested", "phantom", "tables",
+        "folds", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress", "stopping", "failures",
         "launching", "distributed", "mixing",
     ),
     (
