@@ -19,7 +19,7 @@ def forest(table: pd.DataFrame, overall: Score, name: str = "AUC") -> Figure:
     """A score within groups, with intervals, beside that of all breasts (the dotted line).
 
     Args:
-        table: column, group, breasts, positive, value, low, high, note, as `subgroups.table` gives it.
+        table: column, group, breasts, positive, value, low, high, note, as `subgroups.group_table` gives it.
         overall: the score of all breasts.
         name: what the score is called.
     """

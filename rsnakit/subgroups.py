@@ -18,7 +18,7 @@ COUNTED = ["breasts", "positive", "value", "low", "high", "note"]
 Statistic = Callable[[np.ndarray, np.ndarray], float]  # labels (N,) and scores (N,) to a number
 
 
-def table(
+def group_table(
     breasts: pd.DataFrame,
     images: pd.DataFrame,
     statistic: Statistic = metrics.auc,
@@ -73,7 +73,7 @@ def fold_table(
     Args:
         breasts: a row a breast: patient_id, cancer, score, fold.
         statistics: by the name that a figure gives them, such as {"AUC": metrics.auc}.
-        n, seed, minimum: as in `table`.
+        n, seed, minimum: as in `group_table`.
 
     Returns:
         A row a statistic and fold, folds in order and last "all" (where there are several): score (the statistic's name), fold
