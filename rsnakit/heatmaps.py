@@ -77,11 +77,18 @@ class OutOfFold:
         fold_of: patient_id to the fold that held it out; a Series.
 
     Raises:
-        rsnakit.runs.RunError: a fold's oof.csv is not there or not whole.
+        rsnakit.runs.RunError: a fold's oof.csv is not there or not whole, or the store was prepared with other settings than
+            the run was trained with.
     """
 
     def __init__(self, run: Path | str, table: pd.DataFrame, store: Store, device: str = "cpu") -> None:
         self.run, self.store, self.device = Path(run), store, device
+        differing = runs.compare(runs.read_config(self.run)["preprocess"], store.manifest["preprocess"])
+        if differing:
+            shown = ", ".join(
+                f"{name}={there!r} (trained with {before!r})" for name, (before, there) in differing.items()
+            )
+            raise runs.RunError(f"{store.path}: not the images that {self.run.name} was trained on: {shown}")
         ok = store.index.loc[store.index["status"] == "ok", "image_id"]
         self.table = table[table["image_id"].isin(ok)]
         self.fold_of = runs.read_oof(self.run).drop_duplicates("patient_id").set_index("patient_id")["fold"]

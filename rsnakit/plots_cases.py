@@ -21,6 +21,7 @@ from rsnakit.look import CANCER, LABEL_COLORS, WIDTH
 from rsnakit.metrics import BREAST
 from rsnakit.store import Store
 
+COLUMNS = 6  # images of a patient side by side
 STRENGTH = 0.6  # of a heat map at its largest value: what lies below is still seen
 FACTS = {"age": "age", "density": "density", "site_id": "site", "machine_id": "machine"}  # columns of a table, in words
 
@@ -99,7 +100,7 @@ def worst_mistakes(
     heatmaps, kinds = heatmaps or {}, shown["cancer"].nunique()
     columns = 2 * int(shown.drop_duplicates(BREAST)["cancer"].value_counts().max())
     cell = min(0.93 * WIDTH / columns, 2.0)  # inches
-    lines = max(_facts(row).count("\n") + 1 for row in shown.to_dict("records"))
+    lines = max(_on_lines(facts(row)).count("\n") + 1 for row in shown.to_dict("records"))
     size = (max(columns * cell / 0.93, 7), kinds * (cell * store.shape[0] / store.shape[1] + 0.45 + 0.13 * lines) + 0.5)
     figure, axes = plt.subplots(kinds, columns, figsize=size, squeeze=False)
     for ax in axes.flat:
@@ -112,7 +113,7 @@ def worst_mistakes(
                 ax.set_axis_on()
                 framed(ax, store[int(row)], text, LABEL_COLORS[label])
                 show_heat(ax, heatmaps.get(view["image_id"]))
-                ax.set_xlabel(_facts(view), fontsize=8)
+                ax.set_xlabel(_on_lines(facts(view)), fontsize=8)
         line[0].set_ylabel("cancer, lowest scores" if label else "no cancer, highest scores")
     there = breasts.merge(images[BREAST].drop_duplicates(), on=BREAST)
     lost = len(breasts) - len(there)
@@ -132,34 +133,48 @@ def patient(views: Sequence[View], title: str, window: str = "first") -> Figure:
     """
     if not views:
         return look.nothing(f"{title}: no images" if title else "No images to show")
-    aspects = [
-        max([image.shape[0] / image.shape[1] for image in images if image is not None] or [0.3])
+    aspects = [  # of the frames, and of what is made of them
+        max([image.shape[0] / image.shape[1] for image in images if image is not None], default=0.3)
         for images in ([view.frame for view in views], [view.image for view in views])
     ]
-    cell = min(WIDTH / len(views), *(limit / aspect for limit, aspect in zip((3.2, 4.0), aspects, strict=True)))
-    size = (min(WIDTH, max(len(views) * cell, 7)), cell * sum(aspects) + 1.9)
-    figure, axes = plt.subplots(2, len(views), figsize=size, squeeze=False, height_ratios=aspects)
-    for view, above, below in zip(views, *axes, strict=True):
-        color = LABEL_COLORS.get(view.cancer)
-        for ax, image in ((above, view.frame), (below, view.image)):
-            if image is None:
-                ax.set_axis_off()
-            else:
-                framed(ax, image, "", color)
-        above.set_title(f"{view.laterality} {view.view}", fontsize=10)
-        if view.frame is not None and view.box is not None:
-            draw_box(above, view.box, view.frame.shape, view.shape or view.frame.shape)
-        if view.image is not None:
-            show_heat(below, view.heat)
-        score = "no score" if math.isnan(view.score) else f"score {view.score:.3g}"
-        below.set_title(f"{view.image_id}\n{score}", fontsize=9)
-        if view.note:
-            (below if view.image is None else above).text(
-                0.5, 0.5, _wrapped(view.note, cell), ha="center", va="center", fontsize=8
-            )
+    columns = min(len(views), COLUMNS)
+    bands = -(-len(views) // columns)
+    cell = min(WIDTH / columns, 3.2 / aspects[0], 4.0 / aspects[1])  # inches
+    size = (max(columns * cell, 7), bands * (cell * sum(aspects) + 0.9) + 0.7)
+    figure, axes = plt.subplots(2 * bands, columns, figsize=size, squeeze=False, height_ratios=aspects * bands)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for number, view in enumerate(views):
+        band, column = divmod(number, columns)
+        _draw_view(*axes[2 * band : 2 * band + 2, column], view, cell)
     axes[0][0].set_ylabel(f"frame, window {window}")
     axes[1][0].set_ylabel("what the model is shown")
     return look.titled(figure, title)
+
+
+def _draw_view(above: Axes, below: Axes, view: View, inches: float) -> None:
+    """The frame of a view with its crop box, and below it what was made of it with the heat map."""
+    color = LABEL_COLORS.get(view.cancer)
+    score = "no score" if math.isnan(view.score) else f"score {view.score:.3g}"
+    for ax, image, text in ((above, view.frame, f"{view.laterality} {view.view}\n{score}"), (below, view.image, "")):
+        if image is not None:
+            ax.set_axis_on()
+            framed(ax, image, "", color)
+        ax.set_title(text, fontsize=9)
+    if view.frame is not None and view.box is not None:
+        draw_box(above, view.box, view.frame.shape, view.shape or view.frame.shape)
+    if view.image is not None:
+        show_heat(below, view.heat)
+    if view.note:
+        ax = below if view.image is None else above
+        ax.text(0.5, 0.5, _wrapped(view.note, inches), ha="center", va="center", fontsize=8, transform=ax.transAxes)
+
+
+def facts(row: Mapping) -> str:
+    """What a table's row says of `FACTS`, such as `age 57, density B, site 1, machine 49`; missing ones are left out."""
+    known = {name: row.get(name) for name in FACTS}
+    known = {name: value for name, value in known.items() if pd.notna(value) and value != ""}
+    return ", ".join(f"{FACTS[name]} {_plain(value)}" for name, value in known.items())
 
 
 def framed(ax: Axes, image: np.ndarray, text: str, color: str | None) -> None:
@@ -198,14 +213,14 @@ def show_heat(ax: Axes, heat: np.ndarray | None) -> None:
     ax.set(xticks=[], yticks=[], anchor="N")
 
 
-def _facts(row: Mapping) -> str:
-    """What is known of an image, on two lines."""
-    known = [
-        f"{word} {row[name]:g}" if isinstance(row[name], float | int | np.number) else f"{word} {row[name]}"
-        for name, word in FACTS.items()
-        if name in row and pd.notna(row[name]) and row[name] != ""
-    ]
-    return "\n".join(", ".join(known[first : first + 2]) for first in range(0, len(known), 2))
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _on_lines(text: str) -> str:
+    """A list of facts with two on a line."""
+    parts = text.split(", ")
+    return "\n".join(", ".join(parts[first : first + 2]) for first in range(0, len(parts), 2))
 
 
 def _wrapped(text: str, inches: float) -> str:
