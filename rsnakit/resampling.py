@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from rsnakit.scoring import Points, checked, operating_points
 
 Statistic = Callable[[np.ndarray, np.ndarray], float]
-BLOCK = 40  # resamples drawn before they are written across memory
+BLOCK = 64  # resamples drawn before they are written across memory
 N_NUMBERS = 2**24  # of an array over resamples; more are taken in parts
 
 
@@ -67,8 +67,8 @@ def bootstrap(
     Args:
         labels, scores: (N,).
         groups: (N,) the patient of each row.
-        statistic: maps labels and scores to a float; must not depend on the order of rows. Those of `scoring`, but
-            `calibration_error`, are taken of all resamples at once; any other is called n times.
+        statistic: maps labels and scores to a float; must not depend on the order of rows. Those of `scoring` and
+            `operating` are fast; any other is called n times on the rows drawn.
         n, seed: number of resamples, and seed of the draws.
         level: coverage aimed at, in (0, 1).
         stratified: draw patients with any positive row and those without one separately, so that every resample has as
@@ -168,6 +168,9 @@ def bootstrap_values(labels: ArrayLike, scores: ArrayLike, draws: Draws, statist
         thresholds = operating_points(labels, scores).thresholds
         width = max(n_groups, len(thresholds))
         of = lambda times: statistic.of_points(_points(labels, scores, draws.codes, times, thresholds))  # noqa: E731
+    elif hasattr(statistic, "of_weights"):
+        of_weights = statistic.of_weights(labels, scores)
+        return np.array([of_weights(np.ascontiguousarray(times)[draws.codes]) for times in draws.times.T])
     else:
         return _one_by_one(labels, scores, draws, statistic)
     step = max(1, N_NUMBERS // width)
@@ -230,7 +233,7 @@ def _one_by_one(labels: np.ndarray, scores: np.ndarray, draws: Draws, statistic:
     labels, scores, codes = labels[order].astype(np.int64), scores[order], draws.codes[order]
     values = []
     for times in draws.times.T:
-        rows = np.repeat(np.arange(len(codes)), times[codes])
+        rows = np.repeat(np.arange(len(codes)), np.ascontiguousarray(times)[codes])
         values.append(statistic(labels[rows], scores[rows]))
     return np.array(values, dtype=float)
 

@@ -1,13 +1,14 @@
 """Statistics of scores against labels: pF1, the best threshold, ranking and calibration.
 
 Labels (N,) are 0 or 1 and scores (N,) are floats, matched by position. A different length, another label or a NaN is a
-ValueError everywhere. A statistic is called as `statistic(labels, scores) -> float`. Most carry how they follow from sums
-over rows (`rows` and `of_sums`) or from counts at the scores of positives (`of_points`), for `resampling` to take them of
-all its resamples at once.
+ValueError everywhere. A statistic is called as `statistic(labels, scores) -> float`. They carry how they follow from sums
+over rows (`rows` and `of_sums`), from counts at the scores of positives (`of_points`) or from how often each row counts
+(`of_weights`): that is how `resampling` takes them, of all its resamples at once but for the last.
 """
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,11 +133,7 @@ def calibration_error(labels: ArrayLike, scores: ArrayLike, n_bins: int = 15) ->
         raise ValueError(f"n_bins is {n_bins}; expected at least 1")
     if not len(scores):
         return math.nan
-    order = np.argsort(scores, kind="stable")
-    _, n_below, n = np.unique(scores[order], return_index=True, return_counts=True)
-    bins = np.repeat(n_below * n_bins // len(scores), n)
-    gaps = np.bincount(bins, weights=(labels - np.clip(scores, 0.0, 1.0))[order])
-    return float(np.abs(gaps).sum() / len(scores))
+    return _calibration_error(labels, scores, n_bins)(np.ones(len(scores), np.int64))
 
 
 class Points(NamedTuple):
@@ -251,6 +248,22 @@ def _average_precision(points: Points) -> np.ndarray:
     return of_both(points, ratio((found * precision).sum(axis=0), points.positives))
 
 
+def _calibration_error(labels: np.ndarray, scores: np.ndarray, n_bins: int = 15) -> Callable[[np.ndarray], float]:
+    """A function of how often each row counts, (N,) whole numbers; the rows are sorted once for all its calls."""
+    order = np.argsort(scores, kind="stable")
+    ranked = scores[order]
+    first = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))  # of the rows of each distinct score
+    gaps = labels[order] - np.clip(ranked, 0.0, 1.0)
+
+    def of_weights(weights: np.ndarray) -> float:
+        weights = weights[order].astype(np.int64)
+        n = np.add.reduceat(weights, first)
+        bins = (np.cumsum(n) - n) * n_bins // n.sum()
+        return float(np.abs(np.bincount(bins, weights=np.add.reduceat(weights * gaps, first))).sum() / n.sum())
+
+    return of_weights
+
+
 def ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     """NaN, without a warning, where the whole is 0."""
     out = np.full(np.broadcast_shapes(np.shape(part), np.shape(whole)), math.nan)
@@ -263,6 +276,7 @@ def of_both(points: Points, value: np.ndarray) -> np.ndarray:
 
 
 pfbeta.rows, pfbeta.of_sums = _mass, fbeta
+calibration_error.of_weights = _calibration_error
 brier.rows, brier.of_sums = _squares, _mean
 auc.of_points, average_precision.of_points = _auc, _average_precision
 best_f1.of_points, chosen_threshold.of_points = _best_f1, _best_threshold
