@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 from torch.utils.tensorboard import SummaryWriter
 
-from rsnakit import checkpoint, data, distributed, env, failures, models, preprocess, results, resuming, runs
+from rsnakit import checkpoint, data, distributed, env, failures, leaks, models, preprocess, results, resuming, runs
 from rsnakit.files import Lock, read_json, write_json
 from rsnakit.loop import Stopped, evaluate, train_one_epoch
 from rsnakit.recipe import LoopConfig, TrainConfig
@@ -49,7 +49,8 @@ def ensure_demo_run(work: Path, competition: Path, run: env.RunConfig) -> None:
     path = preprocess.store_path(work, competition, preprocess_config, run)
     store = preprocess.build_store(table, preprocess_config, path, run.n_jobs, run.store_format)
     settings = runs.settings_of(preprocess_config, model_config, config, data.fingerprint(table), True, True)
-    fit_folds(table, store, model_config, config, run, runs.open_run(work, "", settings), LoopConfig(n_procs=1))
+    folder, loop = runs.open_run(work, "", settings), LoopConfig(n_procs=1)
+    fit_folds(table, store, model_config, config, run, folder, loop, competition)
 
 
 def fit_folds(
@@ -64,22 +65,23 @@ def fit_folds(
 ) -> dict:
     """Trains the folds that `run.fold` names, one after another, and brings `summary.json` up to date after each.
 
-    Where several processes are to train, it starts them by torchrun and shows their progress; in each of them it is called
-    again.
+    Before that it looks for leaks (see `leaks.check`). Where several processes are to train, it starts them by torchrun and
+    shows their progress; in each of them it is called again.
 
     Args:
         table: as `data.load_table` gives it, all folds.
         store: that holds the images of the table.
         out: the run's folder, as `runs.open_run` gives it.
         loop: processes, checkpoints and the like, which decide no result.
-        competition: the folder of the table, from which several processes read it again.
+        competition: the folder of the table, from which several processes read it again, and whose test.csv says what a model
+            may be fed with.
 
     Returns:
         The summary over all folds there are (see `results.write_summary`), one that was stopped among them; empty where no
         epoch was finished yet.
 
     Raises:
-        rsnakit.data.TableError: the folds are not sound, or `run.fold` is none of them.
+        rsnakit.data.TableError: the folds are not sound, `run.fold` is none of them, or the model would be fed with a leak.
         rsnakit.runs.RunError: the settings are not those that the run was opened with.
         ValueError: settings that do not go together.
         RuntimeError: one of several processes failed; the message has its error.
@@ -94,7 +96,9 @@ def fit_folds(
         raise data.TableError(
             f"fold {run.fold}: with n_folds={config.n_folds} there are folds 0 to {config.n_folds - 1}"
         )
-    if distributed.world() == 1:
+    if distributed.world() == 1:  # once, in the process that starts the others
+        content, test_columns = leaks.content_of(table, store), leaks.test_columns(competition)
+        leaks.check(table, folds, content, test_columns, models.inputs_of(model_config))
         n_procs = (
             loop.n_procs
             if loop.n_procs < 0

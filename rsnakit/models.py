@@ -36,8 +36,8 @@ from rsnakit.weights import (
 )  # fmt: skip
 
 __all__ = [
-    "CancerNet", "GeM", "ModelConfig", "WeightsError", "build_model", "grey_stem", "load_model", "load_weights",
-    "plain_names", "read_weights", "save_model", "save_weights",
+    "CancerNet", "GeM", "ModelConfig", "WeightsError", "build_model", "grey_stem", "inputs_of", "load_model",
+    "load_weights", "plain_names", "read_weights", "save_model", "save_weights",
 ]  # fmt: skip
 
 
@@ -95,6 +95,12 @@ class ModelConfig:
             raise ValueError(
                 "drop_weights: an empty text is the beginning of every name; for no weights give weights='none'"
             )
+
+
+def inputs_of(config: ModelConfig) -> tuple[str, ...]:
+    """Columns of the table that a model of these settings is fed with, beside pixels: what has to be there, and mean the same,
+    in the test set. Auxiliary targets are none: they are learnt, not fed."""
+    return ("view",) if config.views == "attention" else ()
 
 
 def parse_pool(text: str) -> tuple[str, tuple[int, int], bool]:
