@@ -112,7 +112,7 @@ def threshold_of_specificity(labels: ArrayLike, scores: ArrayLike, specificity: 
         return math.nan
     candidates = np.append(np.unique(scores), math.inf)
     spared = np.searchsorted(np.sort(scores[~labels]), candidates) / int((~labels).sum())
-    return float(candidates[np.argmax(spared >= specificity)])
+    return float(candidates[spared >= specificity].min(initial=math.inf))
 
 
 def f1_curve(

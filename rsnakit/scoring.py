@@ -25,7 +25,7 @@ def pfbeta(labels: ArrayLike, scores: ArrayLike, beta: float = 1.0) -> Any:
     Args:
         labels: (N,) 0 or 1.
         scores: (N,) probabilities; values outside [0, 1], infinite ones too, are clipped, as the competition does. For
-            a torch tensor, on any device, the answer is one too and has a gradient; clipped scores have none.
+            a torch tensor, on any device, the answer is one too and has a gradient on [0, 1]; clipped scores have none.
         beta: weight of recall against precision, 0 or more.
 
     Returns:
@@ -192,7 +192,9 @@ def _pfbeta_of_tensor(torch: Any, labels: Any, scores: Any, beta: float) -> Any:
     known = labels.detach().to("cpu", torch.float64) if isinstance(labels, torch.Tensor) else labels
     known, _ = checked(known, scores.detach().to("cpu", torch.float64))
     positive = torch.as_tensor(known, device=scores.device)
-    mass = scores.to(torch.promote_types(scores.dtype, torch.float32)).clamp(0, 1)  # sums in half precision overflow
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # sums in half precision overflow
+    # clamp alone leaves the gradient at 0 and at 1 to the release of torch: a score there can still move.
+    mass = torch.where((scores >= 0) & (scores <= 1), scores, scores.detach().clamp(0, 1))
     whole = beta**2 * positive.sum() + mass.sum()
     return (1 + beta**2) * (mass * positive).sum() / torch.where(whole > 0, whole, 1)  # 0 / 1 where there is nothing
 
