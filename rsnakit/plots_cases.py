@@ -22,7 +22,8 @@ from rsnakit.metrics import BREAST
 from rsnakit.store import Store
 
 COLUMNS = 6  # images of a patient side by side
-STRENGTH = 0.6  # of a heat map at its largest value: what lies below is still seen
+STRENGTH = 0.5  # of a heat map at its largest value: what lies below is still seen
+HALF = 0.5  # of a heat map's largest value
 FACTS = {"age": "age", "density": "density", "site_id": "site", "machine_id": "machine"}  # columns of a table, in words
 
 
@@ -118,7 +119,7 @@ def worst_mistakes(
     there = breasts.merge(images[BREAST].drop_duplicates(), on=BREAST)
     lost = len(breasts) - len(there)
     note = f" ({lost:,} breasts without pixels are not shown)" if lost else ""
-    seen = ". Orange: what spoke for cancer" if heatmaps else ""
+    seen = ". Orange: what spoke for cancer in each image" if heatmaps else ""
     return look.titled(figure, _mistakes_title(breasts, threshold) + note + seen)
 
 
@@ -139,8 +140,8 @@ def patient(views: Sequence[View], title: str, window: str = "first") -> Figure:
     ]
     columns = min(len(views), COLUMNS)
     bands = -(-len(views) // columns)
-    cell = min(WIDTH / columns, 3.2 / aspects[0], 4.0 / aspects[1])  # inches
-    size = (max(columns * cell, 7), bands * (cell * sum(aspects) + 0.9) + 0.7)
+    cell = min(0.96 * WIDTH / columns, 3.0 / aspects[0], 3.6 / aspects[1])  # inches
+    size = (max(columns * cell / 0.96, 9), bands * (cell * sum(aspects) + 0.5) + 0.6)
     figure, axes = plt.subplots(2 * bands, columns, figsize=size, squeeze=False, height_ratios=aspects * bands)
     for ax in axes.flat:
         ax.set_axis_off()
@@ -148,7 +149,8 @@ def patient(views: Sequence[View], title: str, window: str = "first") -> Figure:
         band, column = divmod(number, columns)
         _draw_view(*axes[2 * band : 2 * band + 2, column], view, cell)
     axes[0][0].set_ylabel(f"frame, window {window}")
-    axes[1][0].set_ylabel("what the model is shown")
+    heat = any(view.heat is not None for view in views)
+    axes[1][0].set_ylabel("what the model is shown" + heat * "\norange: what spoke for cancer")
     return look.titled(figure, title)
 
 
@@ -201,7 +203,7 @@ def draw_box(ax: Axes, box: tuple[int, int, int, int], drawn: tuple[int, int], s
 
 
 def show_heat(ax: Axes, heat: np.ndarray | None) -> None:
-    """A heat map, (H, W) in [0, 1], over an image of that size; None: nothing."""
+    """A heat map, (H, W) in [0, 1], over an image of that size, and a line round what is above a half; None: nothing."""
     if heat is None:
         return
     height, width = heat.shape
@@ -210,6 +212,8 @@ def show_heat(ax: Axes, heat: np.ndarray | None) -> None:
     colors = np.empty((*heat.shape, 4), np.float32)
     colors[..., :3], colors[..., 3] = to_rgb(CANCER), STRENGTH * heat
     ax.imshow(colors, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest")
+    if heat.min() < HALF < heat.max():
+        ax.contour(np.arange(0, width, step), np.arange(0, height, step), heat, [HALF], colors=CANCER, linewidths=1)
     ax.set(xticks=[], yticks=[], anchor="N")
 
 

@@ -202,12 +202,14 @@ class Cases:
         for laterality in rows["laterality"].unique():
             breast, side = self._breast(patient_id, laterality), {"L": "left", "R": "right"}.get(laterality, laterality)
             if not breast:
-                found.append(f"{side} breast has no score, as no trained fold held it out")
+                found.append(f"{side} breast not scored, as no trained fold held it out")
                 continue
-            label = "with" if breast["cancer"] == 1 else "without"
-            called = breast["score"] >= self.threshold
-            verdict = "" if math.isnan(self.threshold) else " and is called" if called else " and is not called"
-            found.append(f"{side} breast {label} cancer scores {breast['score']:.3g}{verdict}")
+            cancer, called = breast["cancer"] == 1, breast["score"] >= self.threshold
+            verdict = ("", ", a false alarm", ", missed", ", found")[2 * cancer + called]
+            verdict = "" if math.isnan(self.threshold) else verdict
+            found.append(
+                f"{side} breast {'with' if cancer else 'without'} cancer scores {breast['score']:.3g}{verdict}"
+            )
         facts = plots_cases.facts(rows.iloc[0])
         cut = "" if math.isnan(self.threshold) else f" (threshold {self.threshold:.3g})"
         return f"Patient {patient_id}{f' ({facts})' if facts else ''}: {'; '.join(found)}{cut}"
@@ -234,15 +236,17 @@ class Viewer:
         self.kind = ipywidgets.Dropdown(options=kinds, description="show")
         self.patient = ipywidgets.Select(rows=6, layout=wide)
         self.find = ipywidgets.Text(description="patient", placeholder="id, then Enter", continuous_update=False)
-        self.window = ipywidgets.ToggleButtons(options=["first", "none"], description="window")
-        self.window.style.button_width = "5em"
+        self.window = ipywidgets.ToggleButtons(options=[("first window", "first"), ("min to max", "none")])
+        self.window.style.button_width = "9em"
         self.heat = ipywidgets.Checkbox(value=True, description="heat maps")
         self.message = ipywidgets.HTML()
-        self.picture = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", object_fit="contain"))
+        self.picture = ipywidgets.Image(
+            format="png", layout=ipywidgets.Layout(max_width="100%", align_self="flex-start")
+        )
         switches = ipywidgets.VBox([self.kind, self.find, self.window, self.heat])
         lists = ipywidgets.VBox([self.patient, self.message], layout=ipywidgets.Layout(flex="1 1 auto"))
         self.widget = ipywidgets.VBox([ipywidgets.HBox([switches, lists]), self.picture])
-        self._drawn: tuple | None = None
+        self._drawn, self._listing = None, False
         self.kind.observe(lambda _: self._list(), "value")
         self.find.observe(lambda _: self._find(), "value")
         for switch in (self.patient, self.window, self.heat):
@@ -260,10 +264,10 @@ class Viewer:
         options = [(line, name) for name, line in lines.items()]
         if patient_id and patient_id not in lines.index:
             options.insert(0, (f"{patient_id}:  found by id", patient_id))
-        self._drawn = None
-        with self.patient.hold_trait_notifications():
-            self.patient.options = options
-            self.patient.value = patient_id or (options[0][1] if options else None)
+        self._listing = True  # new options choose one by themselves, too
+        self.patient.options = options
+        self.patient.value = patient_id or next(iter(lines.index), None)
+        self._listing = False
         self._draw()
 
     def _find(self) -> None:
@@ -275,7 +279,7 @@ class Viewer:
 
     def _draw(self) -> None:
         wanted = (self.patient.value, self.window.value, self.heat.value)
-        if wanted == self._drawn or wanted[0] is None:
+        if self._listing or wanted[0] is None or wanted == self._drawn:
             return
         self._drawn = wanted
         self.message.value = f"drawing patient {html.escape(wanted[0])} ..."
