@@ -30,6 +30,7 @@ CONFIGS = (
     "recipe:TrainConfig",
     "recipe:LoopConfig",
     "infer:InferConfig",
+    "evaluation:EvaluateConfig",
 )
 
 INJECTED_FIRST_LINE = "# Parameters"  # how papermill opens the cell it injects

@@ -81,11 +81,19 @@ def work(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
+def check_report(html: str) -> None:
+    """One file: its pictures are within, nothing is loaded from elsewhere, and the code is left out."""
+    pictures = re.findall(r"<img[^>]*src=\"([^\"]*)\"", html)
+    assert len(pictures) >= 8 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    assert not re.search(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?:https?:)?//", html)
+    assert "What the scores are worth" in html and "params.read(" not in html
+
+
 @pytest.mark.slow
 def test_one_after_another_with_one_yaml_for_all(work, tmp_path):
-    """01 to 04 with the same parameters, those of the other notebooks among them; then 04's submission is right."""
+    """01 to 05 with the same parameters, those of the other notebooks among them; then 04's submission is right."""
     common = {**SMALL, **QUICK, "work_dir": str(work)}
-    for name in NAMES[:4]:
+    for name in NAMES[:5]:
         out = tmp_path / f"{name}.ipynb"
         book = run(name, out, **common)
         assert bytes_without_pictures(out) < 1_000_000
@@ -96,12 +104,27 @@ def test_one_after_another_with_one_yaml_for_all(work, tmp_path):
     out = work / "submissions" / folder.name
     submission = infer.check_submission(out / "submission.csv", competition / "test.csv")
     assert set(submission["cancer"]) <= {0.0, 1.0}
-    assert json.loads((folder / "summary.json").read_text())["folds"] == [0]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["folds"] == [0] and summary["nested"] is None
 
     # The same command again trains nothing anew, and another fold joins the first.
     assert "finished at epoch 1" in text_of(run("03_train", tmp_path / "again.ipynb", **common))
     run("03_train", tmp_path / "all.ipynb", **common, fold="all")
     assert json.loads((folder / "summary.json").read_text())["folds"] == [0, 1]
+    # With two folds there is a nested score, and a report that needs no network.
+    run("03_train", tmp_path / "other.ipynb", **{**common, "lr": 1e-4}, fold="all")
+    (other,) = {path.name for path in (work / "runs").iterdir()} - {folder.name}
+    book = run(
+        "05_evaluate", tmp_path / "report.ipynb", **{**common, "run": folder.name}, compare=[other], resamples=100
+    )
+    assert f"run {folder.name}, folds [0, 1]" in text_of(book)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["nested"]["thresholds"]) == {"0", "1"}
+    assert summary["nested"]["f1"]["low"] <= summary["nested"]["f1"]["value"] <= summary["nested"]["f1"]["high"]
+    command = re.search(r"jupyter nbconvert .*", text_of(book))[0]
+    assert command in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    subprocess.run(command.replace("out.ipynb", "report.ipynb"), shell=True, cwd=tmp_path, check=True)
+    check_report((tmp_path / "report.html").read_text(encoding="utf-8"))
     # A look at a few breasts never stands in the place of the real submission.
     before = (out / "submission.csv").read_bytes()
     debug = {**common, "run": folder.name, "debug": True, "data_dir": str(competition)}

@@ -1,0 +1,179 @@
+"""What 05_evaluate reads of a run, and a run set beside another."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.metrics import average_precision_score, brier_score_loss, confusion_matrix, roc_auc_score, roc_curve
+
+from rsnakit import data, evaluation, runs
+from rsnakit.breasts import BREAST
+from rsnakit.env import RunConfig
+from rsnakit.preprocess import PreprocessConfig
+from rsnakit.runs import OOF_COLUMNS
+from rsnakit.tables import TableError
+
+
+def make_run(folder: Path, table: pd.DataFrame, seed: int = 0, by_breast: bool = False, **settings) -> Path:
+    """A run of two folds as training leaves it, as far as an evaluation reads it, with scores that know a little."""
+    rng = np.random.default_rng(seed)
+    settings = {"data": data.fingerprint(table), "debug": False, "is_demo": True, **settings}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"settings": {"train": {"epochs": 1}, **settings}}))
+    rows = table.assign(fold=data.make_folds(table, 2, 0))
+    rows = data.per_breast(rows) if by_breast else rows
+    rows = rows.assign(score=(0.3 * rows["cancer"] + 0.7 * rng.random(len(rows))).round(3))[OOF_COLUMNS]
+    for fold, part in rows.groupby("fold"):
+        (folder / f"fold{fold}").mkdir()
+        part.to_csv(folder / f"fold{fold}" / "oof.csv", index=False)
+        (folder / f"fold{fold}" / "best.safetensors").touch()
+        model = {"model": {}, "epoch": 1, "oof_rows": len(part)}
+        (folder / f"fold{fold}" / "model.json").write_text(json.dumps(model))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, table) -> Path:
+    return make_run(tmp_path / "runs" / "one", table)
+
+
+def test_scores_come_with_all_that_the_table_says(run, table, competition):
+    pd.testing.assert_frame_equal(evaluation.table_of(run, competition), table)
+    found = evaluation.scored_images(run, table).set_index("image_id")
+    oof = runs.read_oof(run).set_index("image_id")
+    assert len(found) == len(oof) == len(table)
+    pd.testing.assert_frame_equal(found.loc[oof.index, ["fold", "cancer", "score"]], oof[["fold", "cancer", "score"]])
+    pd.testing.assert_series_equal(found["machine_id"], table.set_index("image_id")["machine_id"])
+
+
+def test_images_have_their_breasts_score_where_the_model_scores_breasts(tmp_path, table):
+    run = make_run(tmp_path / "breasts", table, by_breast=True)
+    found = evaluation.scored_images(run, table)
+    assert len(found) == len(table)
+    oof = runs.read_oof(run).set_index(BREAST)["score"]
+    assert (found.groupby(BREAST)["score"].nunique() == 1).all()
+    for row in found.itertuples():
+        assert row.score == oof[row.patient_id, row.laterality]
+
+
+def test_a_run_of_other_data_is_refused(tmp_path, table, competition):  # V04
+    other = table.assign(cancer=1 - table["cancer"])
+    with pytest.raises(runs.RunError, match=r"other: trained on other images, labels, .*03_train trains one"):
+        evaluation.table_of(make_run(tmp_path / "other", other), competition)
+
+
+def test_a_run_with_debug_is_of_a_few_patients(tmp_path, table, competition):
+    few = data.debug_subset(table)
+    run = make_run(tmp_path / "few", few, debug=True)
+    pd.testing.assert_frame_equal(evaluation.table_of(run, competition), few)
+
+
+def test_rows_that_are_not_in_the_table(run, table):
+    missing = table.iloc[3:]
+    with pytest.raises(runs.RunError, match=rf"3 of {len(table)} rows of oof\.csv are not in the table"):
+        evaluation.scored_images(run, missing)
+
+
+def test_no_fold_is_trained(tmp_path, table):
+    (tmp_path / "config.json").write_text(json.dumps({"settings": {"train": {"epochs": 1}}}))
+    with pytest.raises(runs.RunError, match="no fold with out-of-fold scores yet; 03_train makes them"):
+        evaluation.scored_images(tmp_path, table)
+
+
+def test_without_a_store_there_are_scores_and_no_pictures(tmp_path, table, competition, capsys):
+    run = make_run(tmp_path / "one", table, is_demo=False, preprocess=asdict(PreprocessConfig(height=64, width=32)))
+    assert evaluation.open_store(run, tmp_path, competition, table, RunConfig()) is None
+    assert "no pictures" in (said := capsys.readouterr().out) and "02_preprocess.ipynb" in said
+    assert evaluation.with_pixels(table, None).empty
+
+
+def breasts_of(seed: int, n: int = 60) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    cancer = (np.arange(n) % 4 == 0) * 1
+    frame = pd.DataFrame({"patient_id": [f"{i // 2}" for i in range(n)], "laterality": ["L", "R"] * (n // 2)})
+    return frame.assign(
+        cancer=cancer, fold=np.arange(n) // 2 % 3, score=0.35 * cancer + 0.65 * rng.random(n), n_images=2
+    )
+
+
+def test_runs_are_cut_to_the_breasts_that_all_have(capsys):
+    one, other = breasts_of(0), breasts_of(1).iloc[10:].sample(frac=1, random_state=0)
+    same = evaluation.on_the_same({"one": one, "other": other})
+    assert "one has 60 breasts; compared on the 50 that all have" in capsys.readouterr().out
+    pd.testing.assert_frame_equal(same["one"][BREAST], same["other"][BREAST])
+    pd.testing.assert_frame_equal(same["one"], one.iloc[10:].reset_index(drop=True))
+    with pytest.raises(runs.RunError, match="0 breasts are scored by all of them"):
+        evaluation.on_the_same({"one": one, "none": one.assign(patient_id=one["patient_id"] + "x")})
+
+
+def test_a_run_against_itself_and_against_a_worse_one():
+    one = breasts_of(0)
+    worse = one.assign(score=one["score"] - 0.3 * one["cancer"])
+    found = evaluation.comparison({"one": one, "same": one, "worse": worse}, n=200).set_index(["other", "score"])
+    assert (found.loc["same"][["difference", "low", "high"]] == 0).all(axis=None)
+    assert (found.loc["same"]["probability"] == 0.5).all()
+    labels = one["cancer"]
+    expected = {
+        "AUC": roc_auc_score(labels, one["score"]) - roc_auc_score(labels, worse["score"]),
+        "average precision": average_precision_score(labels, one["score"])
+        - average_precision_score(labels, worse["score"]),
+    }
+    for score, difference in expected.items():
+        row = found.loc[("worse", score)]
+        assert row["difference"] == pytest.approx(difference) and row["low"] <= difference <= row["high"]
+        assert row["probability"] > 0.9
+    assert found.index.get_level_values("score")[0] == "F1 at nested thresholds"
+    one_fold = {name: frame.assign(fold=0) for name, frame in (("one", one), ("worse", worse))}
+    assert "F1 at nested thresholds" not in set(evaluation.comparison(one_fold, n=100)["score"])
+    assert evaluation.comparison({"one": one}).empty
+
+
+def test_blends_are_scored_beside_what_they_are_of():
+    one, other = breasts_of(0), breasts_of(1)
+    found = evaluation.blends({"one": one, "other": other}, n=100)
+    assert found.index.tolist() == ["one", "other", "all, mean", "all, logits", "all, ranks"]
+    ranks = (one["score"].rank() + other["score"].rank()) / 2
+    expected = [roc_auc_score(one["cancer"], s) for s in (one["score"], other["score"], one["score"] + other["score"])]
+    np.testing.assert_allclose(found["AUC"].iloc[:3], expected, atol=0.0005)
+    assert found.loc["all, ranks", "AUC"] == pytest.approx(roc_auc_score(one["cancer"], ranks), abs=0.0005)
+    assert evaluation.blends({"one": one}, n=100).index.tolist() == ["one"]
+
+
+def test_operating_points_are_where_they_say():
+    frame = breasts_of(3, n=400)
+    labels, scores = frame["cancer"].to_numpy(), frame["score"].to_numpy()
+    points = evaluation.operating_points(frame, {0: 0.4, 1: 0.5, 2: 0.6})
+    assert points["mean of the folds' nested ones"] == pytest.approx(0.5)
+    false, true, cuts = roc_curve(labels, scores, drop_intermediate=False)
+    assert points["90 % sensitivity"] == cuts[true >= 0.9].max()
+    assert points["90 % specificity"] == cuts[false <= 0.1].min()
+    assert "mean of the folds' nested ones" not in evaluation.operating_points(frame, None)
+
+
+def test_quantities_are_those_of_sklearn():
+    frame = breasts_of(4, n=400)
+    labels, scores = frame["cancer"].to_numpy(), frame["score"].to_numpy()
+    found = evaluation.quantities(frame, 0.5, n=200)
+    (tn, fp), (fn, tp) = confusion_matrix(labels, scores >= 0.5)
+    false, true, _ = roc_curve(labels, scores, drop_intermediate=False)
+    expected = [true[false <= 0.1].max(), 1 - false[true >= 0.9].min(), tp / (tp + fn), tn / (tn + fp),
+                (tp + fp) / len(labels), brier_score_loss(labels, scores)]  # fmt: skip
+    np.testing.assert_allclose(found["value"].iloc[:6], expected, atol=0.0005)
+    assert (found["95 % from"] <= found["value"]).all() and (found["value"] <= found["to"]).all()
+
+
+def test_a_leak_among_the_inputs_stops_an_evaluation(run, table, competition, store, monkeypatch):
+    monkeypatch.setattr(runs, "rebuild", lambda *_: None)
+    monkeypatch.setattr(evaluation.models, "inputs_of", lambda _: ("BIRADS",))
+    with pytest.raises(TableError, match="BIRADS"):
+        evaluation.check(run, evaluation.scored_images(run, table), store, competition)
+
+
+def test_the_config_refuses_what_it_cannot_do():
+    assert evaluation.EvaluateConfig(compare=("a", "b"), aggregate="noisy_or").aggregate == "noisy_or"
+    for wrong in ({"aggregate": "median"}, {"resamples": 5}, {"mistakes": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            evaluation.EvaluateConfig(**wrong)
