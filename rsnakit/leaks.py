@@ -165,16 +165,14 @@ def test_columns(competition: Path | None) -> tuple[str, ...]:
 
 
 def content_of(table: pd.DataFrame, store: object | None) -> pd.Series:
-    """The hash of each image's pixels, on the table's index; "" where the store does not know it, or there is none.
+    """The hash of each image's pixels, on the table's index; "" where the store does not have it, or there is none.
 
     Args:
         table: a row an image.
-        store: a `Store` that holds these images, or None.
+        store: a `Store`, or None.
     """
-    if store is None:
-        return pd.Series("", index=table.index, name="content")
-    known = store.index["content"].iloc[store.rows_of(table["image_id"])]
-    return pd.Series(known.to_numpy(), index=table.index, name="content")
+    known = {} if store is None else dict(zip(store.index["image_id"], store.index["content"], strict=True))
+    return pd.Series([known.get(image_id, "") for image_id in table["image_id"]], index=table.index, name="content")
 
 
 def _say_duplicates(found: pd.DataFrame, content: pd.Series) -> str:

@@ -15,16 +15,16 @@ from matplotlib.ticker import MaxNLocator
 from rsnakit import look
 from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, WIDTH, percent
 from rsnakit.plots_cases import draw_box, framed, worst_images, worst_mistakes
-from rsnakit.plots_data import birads_leak, counts, header_overview, positive_rate
+from rsnakit.plots_data import birads_leak, counts, header_overview, machine_differences, positive_rate
 from rsnakit.plots_groups import comparison, fold_scores, forest
 from rsnakit.plots_scores import calibration_curves, operating_curves, score_intervals, threshold_curve
 from rsnakit.plots_train import precision_recall, score_histogram, training_curves
 
 __all__ = [
     "CANCER", "LABEL_COLORS", "NO_CANCER", "before_after", "birads_leak", "calibration_curves", "comparison", "counts",
-    "differences", "fold_scores", "forest", "header_overview", "montage", "operating_curves", "positive_rate",
-    "precision_recall", "score_histogram", "score_intervals", "threshold_curve", "training_curves", "worst_images",
-    "worst_mistakes",
+    "differences", "fold_scores", "forest", "header_overview", "machine_differences", "montage", "operating_curves",
+    "positive_rate", "precision_recall", "score_histogram", "score_intervals", "threshold_curve", "training_curves",
+    "worst_images", "worst_mistakes",
 ]  # fmt: skip
 
 LINES = (("black", "-"), (NEUTRAL, "--"), ("black", ":"), (NEUTRAL, "-."))  # of things without a colour of their own

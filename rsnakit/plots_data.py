@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rsnakit import look, metrics
+from rsnakit import look, metrics, subgroups
 from rsnakit.look import NAMES, NEUTRAL, SITES, WIDTH, number, percent
 from rsnakit.subgroups import categories
 
@@ -26,16 +26,21 @@ def counts(table: pd.DataFrame) -> Figure:
     if not names or table.empty:
         return look.nothing("No images to count" if table.empty else "No column to count images by")
     rows = [row for row in (names[:3], names[3:]) if row]
-    span = math.lcm(*map(len, rows))
-    mosaic = [[name for name in row for _ in range(span // len(row))] for row in rows]
+    parts = {name: 1 + (name == "machine_id") for name in names}  # of a row's width: there may be many machines
+    totals = [sum(parts[name] for name in row) for row in rows]
+    span = math.lcm(*totals)
+    mosaic = [
+        [name for name in row for _ in range(span // total * parts[name])]
+        for row, total in zip(rows, totals, strict=True)
+    ]
     figure, axes = plt.subplot_mosaic(mosaic, figsize=(WIDTH, 2.6 * len(rows)))
-    for row in rows:
+    for row, total in zip(rows, totals, strict=True):
         for name in row:
             values, order = categories(table, name)
             heights = values.value_counts().reindex(order)
             colors = [look.color_of(value, SITES if name == "site_id" else None) for value in order]
             bars = axes[name].bar(range(len(order)), heights, 0.75, color=colors)
-            look.label_bars(axes[name], order, WIDTH / len(row) - 0.9)
+            look.label_bars(axes[name], order, WIDTH * parts[name] / total - 0.9)
             axes[name].set(title=NAMES.get(name, name) + (", years" if name == "age" else ""), ylabel="images")
             axes[name].yaxis.set_major_formatter("{x:,.0f}")
             if len(order) <= 12:
@@ -115,6 +120,44 @@ def header_overview(headers: pd.DataFrame) -> Figure:
 
 
 @look.styled
+def machine_differences(images: pd.DataFrame) -> Figure:
+    """Brightness, frame size and first window of each machine's images, by site: medians, with 10 to 90 % of the images, or
+    with the ends of the window.
+
+    Args:
+        images: a row an image, as `origins.measure` gives it; machines and sites that it does not know are "missing".
+    """
+    if images.empty:
+        return look.nothing("No headers to compare machines by")
+    site, machine = (
+        categories(images, name)[0] if name in images else pd.Series(subgroups.MISSING, index=images.index)
+        for name in ("site_id", "machine_id")
+    )
+    center, half = images["window_center"], images["window_width"] / 2
+    pixels = (images["rows"] * images["columns"]).astype(float) / 1e6
+    panels = (
+        ("brightness of the breast", "% of white\n(median; 10 to 90 % of images)", 100 * images["brightness"], None),
+        ("frame", "million pixels\n(median; 10 to 90 % of images)", pixels, None),
+        ("first window", "stored units\n(center; from end to end)", center, (center - half, center + half)),
+    )
+    n = site.nunique() + (site + " " + machine).nunique()
+    figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH, 1.5 + 0.24 * (n + site.nunique() / 2)))
+    for ax, (name, unit, values, ends) in zip(axes, panels, strict=True):
+        sections = {
+            f"site {place} (images)": _machine_lines(values[site == place], machine, ends, SITES.get(place, NEUTRAL))
+            for place in sorted(site.unique())
+        }
+        found = np.array([line[1:4] for lines in sections.values() for line in lines], dtype=float)
+        found = found[np.isfinite(found)] if np.isfinite(found).any() else np.array([0.0, 1.0])
+        margin = 0.08 * np.ptp(found) or 0.1 * abs(found[0]) or 1.0
+        look.forest(ax, sections, (found.min() - margin, found.max() + margin))
+        ax.set(title=name, xlabel=unit)
+        ax.locator_params(axis="x", nbins=4)
+        ax.tick_params(axis="y", labelleft=ax is axes[0])
+    return look.titled(figure, _say_differences(images["brightness"], site, machine))
+
+
+@look.styled
 def birads_leak(table: pd.DataFrame) -> Figure:
     """Share of images with cancer by BI-RADS, missing included, a panel a site, and the AUC that BI-RADS alone reaches.
 
@@ -146,6 +189,34 @@ def birads_leak(table: pd.DataFrame) -> Figure:
     title = f"BI-RADS alone reaches an AUC of {auc:.2f} on images (scored with the rates of these very rows)"
     advice = ". The test set does not have it: never an input, at most a target" if auc > 0.6 else ""
     return look.titled(figure, title + advice)
+
+
+def _machine_lines(
+    values: pd.Series, machine: pd.Series, ends: tuple[pd.Series, pd.Series] | None, color: str
+) -> list[look.Line]:
+    """A line a machine of one site's images: their median with 10 to 90 % of them, or with the medians of their `ends`."""
+    lines = {}
+    for name, rows in values.groupby(machine[values.index]):
+        known, label = rows.dropna().astype(float), f"{name} ({len(rows):,})"
+        if known.empty:
+            lines[name] = look.Line(label, note="none known", color=color)
+            continue
+        low, high = known.quantile([0.1, 0.9]) if ends is None else (end[known.index].median() for end in ends)
+        lacking = (
+            f"none in {percent(1 - len(known) / len(rows))}" if ends is not None and len(known) < len(rows) else ""
+        )
+        lines[name] = look.Line(label, known.median(), low, high, color, lacking)
+    in_order = sorted(lines, key=lambda name: (name == subgroups.MISSING, len(name), name))  # 49 before 170
+    return [lines[name] for name in in_order]
+
+
+def _say_differences(brightness: pd.Series, site: pd.Series, machine: pd.Series) -> str:
+    shares = [variance_explained(brightness, groups) for groups in (site + " " + machine, site)]
+    if math.isnan(shares[0]):
+        return "Too few images or machines to say how much brightness depends on the machine"
+    by_site = f", the site alone for {percent(shares[1])}" if not math.isnan(shares[1]) else ""
+    few = int(brightness.notna().sum())
+    return f"The machine accounts for {percent(shares[0])} of the variance of brightness among {few:,} images{by_site}"
 
 
 def _compare_sites(rates: pd.DataFrame | None) -> str:
@@ -181,7 +252,24 @@ def _windows(ax: Axes, headers: pd.DataFrame) -> int:
     return len(windowed)
 
 
-# Categories and rates
+# Rates and shares
+
+
+def variance_explained(values: pd.Series, groups: pd.Series) -> float:
+    """Share of the variance of values (N,) that lies between groups, from 0 to 1.
+
+    It is epsilon squared (T. L. Kelley, PNAS 21, 1935, 554-559), cut at 0: unlike the plain ratio of sums of squares it does
+    not rise with the number of groups that differ by chance alone. NaN where there is one group, nothing differs, or no group
+    has two values.
+    """
+    known = values.notna() & groups.notna()
+    values, groups = values[known].astype(float), groups[known]
+    n, k = len(values), groups.nunique()
+    total = ((values - values.mean()) ** 2).sum()
+    if k < 2 or n <= k or total == 0:
+        return math.nan
+    within = ((values - values.groupby(groups).transform("mean")) ** 2).sum()
+    return max(0.0, 1 - within / (n - k) * (n - 1) / total)
 
 
 def _rates(table: pd.DataFrame, name: str) -> pd.DataFrame:

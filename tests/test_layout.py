@@ -26,8 +26,8 @@ LADDER = (
         "plots_models", "runs", "tally", "history", "results", "checkpoint", "headers", "weights", "speed",
     ),
     (
-        "models", "heatmaps", "samplers", "data", "prepare", "reading", "batches", "compare", "jobs", "preprocess", "demo",
-        "recipe", "loop",
+        "models", "heatmaps", "samplers", "data", "prepare", "origins", "reading", "batches", "compare", "jobs", "preprocess",
+        "demo", "recipe", "loop",
     ),
     ("trainer", "rounds", "resuming", "engine", "infer", "evaluation", "viewer"),
 )  # fmt: skip

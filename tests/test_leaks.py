@@ -82,7 +82,7 @@ def slow_auc(values: list, labels: list[int], of_fold: list[int]) -> float:
     return total / pairs if pairs else float("nan")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(0, 1), st.integers(0, 3), st.sampled_from("12")),
