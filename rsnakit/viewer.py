@@ -34,7 +34,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 def show(
     run: Path | str,
     table: pd.DataFrame,
-    store: Store,
+    store: Store | None,
     breasts: pd.DataFrame | None = None,
     threshold: float | None = None,
     patient_id: str = "",
@@ -46,7 +46,7 @@ def show(
     Args:
         run: a run's folder.
         table: of the competition's images, as `data.load_table` gives it. Frames are left out whose files are not there.
-        store: that holds these images, prepared as the run was trained.
+        store: that holds these images, prepared as the run was trained; None: frames and scores alone are shown.
         breasts: a row a breast: patient_id, laterality, cancer, score; None: the mean of each breast's out-of-fold scores.
         threshold: breasts that score as much or more are called; None: that of the run's summary, if it has one.
         patient_id: who is shown first; empty: the worst, whose cancer has the lowest score.
@@ -57,13 +57,15 @@ def show(
         ValueError: the table has no such patient, or the store was prepared with other settings than the run was trained with.
     """
     cases = Cases(run, table, store, breasts, threshold, device)
+    if not len(cases.breasts) and not patient_id:
+        return plots_cases.patient([], "No patient was scored by a fold that held it out")
     if is_interactive() if interactive is None else interactive:
         return Viewer(cases, patient_id)
     return cases.figure(patient_id or cases.patients().index[0])
 
 
 def patient_figure(
-    run: Path | str, table: pd.DataFrame, store: Store, patient_id: str, window: str = "first", **options: object
+    run: Path | str, table: pd.DataFrame, store: Store | None, patient_id: str, window: str = "first", **options: object
 ) -> Figure:
     """All views of a patient as `show` draws them; `options` are further arguments of `Cases`."""
     return Cases(run, table, store, **options).figure(patient_id, window)
@@ -95,7 +97,7 @@ class Cases:
         self,
         run: Path | str,
         table: pd.DataFrame,
-        store: Store,
+        store: Store | None,
         breasts: pd.DataFrame | None = None,
         threshold: float | None = None,
         device: str = "cpu",
@@ -106,9 +108,10 @@ class Cases:
         chosen = summary.get("threshold") if threshold is None else threshold
         self.threshold = math.nan if chosen is None else float(chosen)
         self.kinds = KINDS[2:] if math.isnan(self.threshold) else KINDS
-        self._config = runs.rebuild(PreprocessConfig, store.manifest["preprocess"], store.path)
-        self._maps = heatmaps.OutOfFold(run, table, store, device)
-        self._index = store.index.set_index("image_id")
+        self._config = runs.rebuild(PreprocessConfig, runs.read_config(Path(run))["preprocess"], Path(run))
+        self._maps, self._index = None, pd.DataFrame()
+        if store is not None:
+            self._maps, self._index = heatmaps.OutOfFold(run, table, store, device), store.index.set_index("image_id")
         self._image_scores = scores[scores["image_id"] != ""].set_index("image_id")["score"]
         # What a switch of the window or the heat map does not change is kept, of the last few patients.
         self._frame = functools.lru_cache(32)(self._read_frame)
@@ -171,7 +174,7 @@ class Cases:
         frame, note = self._frame(row["path"], window)
         view = dataclasses.replace(view, frame=frame, note=note)
         if image_id not in self._index.index:
-            return dataclasses.replace(view, note="not in the store")
+            return dataclasses.replace(view, note="not in a store")
         line = self._index.loc[image_id]
         if line["status"] != "ok":
             return dataclasses.replace(view, note=f"{line['status']}: {line['reason']}")
