@@ -169,5 +169,6 @@ def _comparison_title(row: pd.Series, name: str) -> str:
         return f"{row['score']} of {name} and {row['other']} cannot be compared"
     side = "above" if value >= 0 else "below"
     title = f"{name} scores {abs(value):.3f} {side} {row['other']} in {row['score']}, "
-    title += f"95 %: {low:+.3f} to {high:+.3f}, and is better in {percent(row['probability'])} of resamples"
+    title += "" if math.isnan(low) else f"95 %: {low:+.3f} to {high:+.3f}, and "
+    title += f"is better in {percent(row['probability'])} of resamples"
     return title + ("" if low > 0 or high < 0 else ": that may be noise")

@@ -37,13 +37,17 @@ def stem_costs(table: pd.DataFrame, own: object = None) -> Figure:
         values = table[name].to_numpy(float)
         colors = [OWN if stride == own else NEUTRAL for stride in table.index]
         bars = ax.bar([str(stride) for stride in table.index], values, color=colors)
-        ax.bar_label(bars, [_short(value) for value in values], padding=2)
+        ax.bar_label(bars, [_short(value) if np.isfinite(value) else "unknown" for value in values], padding=2)
         ax.set(title=name, xlabel="stem stride" + (" (orange: as it comes)" if own in table.index else ""))
-        ax.set_ylim(0, 1.15 * max(values.max(), 1e-9))
+        ax.set_ylim(0, 1.15 * np.nanmax(values, initial=1e-9))
         ax.yaxis.set_major_locator(plt.MaxNLocator(5))
     first, last = table.iloc[0], table.iloc[-1]
-    times = [f"{_short(last[name] / first[name])} times the {name.split(',')[0]}" for name in names if first[name] > 0]
-    title = f"From stride {table.index[0]} to {table.index[-1]}: {_listed(times)}"
+    times = [
+        f"{_short(last[name] / first[name])} times the {name.split(',')[0]}"
+        for name in names
+        if last[name] / (first[name] or np.nan) > 0
+    ]
+    title = f"From stride {table.index[0]} to {table.index[-1]}: {_listed(times) or 'what it takes is not known'}"
     return look.titled(figure, title if len(table) > 1 else f"Stride {table.index[0]} alone could be set")
 
 
@@ -59,7 +63,7 @@ def activation_maps(image: np.ndarray, maps: Mapping[str, torch.Tensor]) -> Figu
         maps: (C, h, w) each, by the stage's name, finest first.
     """
     if not maps:
-        return look.nothing("No maps to show")
+        return look.nothing("No maps of stages to show")
     height, width = image.shape
     n = 1 + len(maps)
     cell = min(WIDTH / n, 1.75)  # inches
@@ -112,12 +116,17 @@ def block_changes(changes: pd.Series) -> Figure:
         return look.nothing(
             "No block gives a map of the size that goes into it, so none can be compared with its input"
         )
+    if changes.isna().all():
+        return look.nothing("By how much blocks change their maps is not a number: the maps themselves are not finite")
     figure, ax = plt.subplots(figsize=(WIDTH, 0.28 * len(changes) + 1.3))
     values = 100 * changes.to_numpy(float)
-    bars = ax.barh(range(len(changes)), values, color=[OWN if v == values.max() else NEUTRAL for v in values])
-    ax.bar_label(bars, [f"{value:.0f}" for value in values], padding=3, fontsize=9)
+    bars = ax.barh(range(len(changes)), values, color=[OWN if v == np.nanmax(values) else NEUTRAL for v in values])
+    ax.bar_label(bars, [f"{v:.0f}" if np.isfinite(v) else "not finite" for v in values], padding=3, fontsize=9)
     ax.set_yticks(range(len(changes)), changes.index, fontsize=9)
-    ax.set(xlabel="size of what the block adds, % of the size of what goes in", xlim=(0, 1.1 * max(values.max(), 1e-9)))
+    ax.set(
+        xlabel="size of what the block adds, % of the size of what goes in",
+        xlim=(0, 1.1 * np.nanmax(values, initial=1e-9)),
+    )
     ax.invert_yaxis()
     most, least = changes.idxmax(), changes.idxmin()
     title = f"{most} changes its map most, by {look.percent(changes[most])} of its size"
@@ -274,7 +283,9 @@ def _heads_title(scores: Mapping[str, Interval], difference: Interval | None) ->
         return f"'{_plain(last)}' reaches an AUC of {look.number(scores[last].value)}"
     value, low, high = difference
     text = f"'{_plain(last)}' scores {abs(value):.2f} {'above' if value >= 0 else 'below'} '{_plain(first)}'"
-    text += f", 95 % interval {low:+.2f} to {high:+.2f}"
+    if not np.isfinite(value):
+        return f"'{_plain(last)}' and '{_plain(first)}' cannot be compared: scores need both kinds"
+    text += f", 95 % interval {low:+.2f} to {high:+.2f}" if np.isfinite(low) else ""
     return text + ("" if low > 0 or high < 0 else ": that may be noise")
 
 

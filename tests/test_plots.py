@@ -1,242 +1,32 @@
-"""Figures: what they show is what the data hold, on ordinary and on odd data, and no text runs over another."""
+"""Figures: what they show is what the data hold."""
 
-import io
 import itertools
 import math
 import re
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from IPython.core.pylabtools import print_figure
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from figures import (
+    IMAGES,
+    TABLE,
+    Pictures,
+    bars,
+    drawn,
+    make_breasts,
+    make_headers,
+    make_history,
+    make_table,
+    panel,
+    scored,
+    title,
+)  # fmt: skip
 from matplotlib.colors import same_color, to_rgb
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 from scipy.stats import binomtest
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from rsnakit import plots
-from rsnakit.headers import COLUMNS
-
-
-def make_table(n_patients: int = 60, machines: int = 6, seed: int = 0) -> pd.DataFrame:
-    """A row an image: two breasts a patient, CC and MLO, some MLO twice; site 2 without density and BI-RADS."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for patient in range(n_patients):
-        site, sick = 1 + patient % 2, rng.random() < 0.3
-        age = rng.choice([35.0, 44.0, 58.0, 62.0, 75.0, 83.0, math.nan])
-        density = rng.choice(list("ABCD")) if site == 1 else None
-        for laterality in "LR":
-            cancer = int(sick and laterality == "L")
-            birads = (0.0 if cancer else rng.choice([0.0, 1.0, 2.0])) if site == 1 else math.nan
-            views = ["CC", "MLO", "MLO"] if rng.random() < 0.3 else ["CC", "MLO"]
-            rows += [
-                {"site_id": site, "patient_id": str(patient), "laterality": laterality, "view": view, "age": age,
-                 "cancer": cancer, "BIRADS": birads, "implant": int(patient % 9 == 0), "density": density,
-                 "machine_id": 40 + patient % machines}
-                for view in views
-            ]  # fmt: skip
-    table = pd.DataFrame(rows)
-    return table.assign(image_id=[str(i) for i in range(len(table))])
-
-
-def make_headers(n: int = 30) -> pd.DataFrame:
-    rows = {
-        "image_id": [str(i) for i in range(n)], "transfer_syntax": ["JPEG2000Lossless", "JPEGLosslessSV1"] * (n // 2),
-        "photometric": ["MONOCHROME1"] * (n // 10) + ["MONOCHROME2"] * (n - n // 10),
-        "rows": [3000, 4000, 5000] * (n // 3), "columns": [2000, 2500, 2500] * (n // 3),
-        "window_center": [2000.0, 1500.0, math.nan] * (n // 3), "window_width": [4000.0, 900.0, math.nan] * (n // 3),
-        "voi_function": ["SIGMOID", None, None] * (n // 3),
-    }  # fmt: skip
-    return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
-
-
-def make_history(epochs: int = 5, averaged: bool = False, **changes) -> pd.DataFrame:
-    epoch = np.arange(1, epochs + 1)
-    columns = {"epoch": epoch, "lr": 1e-3 / epoch, "grad_norm": 1.0, "skipped_steps": 0, "seconds": 3.0}
-    for side, gain in (("train", 0.06), ("valid", 0.04), *[("ema_valid", 0.05)] * averaged):
-        columns |= {f"{side}_loss": gain * 10 / epoch, f"{side}_pf1": gain * epoch, f"{side}_f1": 1.5 * gain * epoch}
-        columns |= {f"{side}_auc": 0.5 + gain * epoch, f"{side}_ap": gain * epoch}
-    return pd.DataFrame(columns | {"train_resampled": False}).assign(**changes)
-
-
-def make_breasts(n: int = 200, seed: int = 0) -> pd.DataFrame:
-    rng = np.random.default_rng(seed)
-    cancer = (np.arange(n) % 10 == 0).astype(int)
-    return pd.DataFrame({"score": np.clip(rng.beta(1, 6, n) + 0.3 * cancer, 0, 1), "cancer": cancer})
-
-
-def title(figure) -> str:
-    return " ".join(figure._suptitle.get_text().split())
-
-
-def bars(ax) -> list[Rectangle]:
-    return [patch for container in ax.containers if hasattr(container, "patches") for patch in container.patches]
-
-
-def panel(figure, start: str):
-    return next(ax for ax in figure.axes if ax.get_title(loc="left").startswith(start))
-
-
-def drawn(figure) -> FigureCanvasAgg:
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas
-
-
-def texts_that_touch(figure) -> list[tuple[str, str]]:
-    """Pairs of texts of a figure, drawn as it is saved, one of which covers part of the other."""
-    renderer = drawn(figure).get_renderer()
-    undrawn = set()
-    for ax in figure.axes:
-        for axis in (ax.xaxis, ax.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-            undrawn |= {tick.label1 for tick in ticks if not (ax.axison and low <= tick.get_loc() <= high)}
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text not in undrawn]
-    shown = [(text.get_text(), text.get_window_extent(renderer)) for text in texts if text.get_text().strip()]
-    return [
-        (a, b)
-        for (a, first), (b, second) in itertools.combinations(shown, 2)
-        if first.x1 - second.x0 > 1
-        and second.x1 - first.x0 > 1
-        and first.y1 - second.y0 > 1
-        and second.y1 - first.y0 > 1
-    ]
-
-
-TABLE = make_table()
-
-
-class Pictures:
-    """A store of images of one grey each, 0, 1, 2 and so on, by image_id."""
-
-    shape = (64, 32)
-
-    def rows_of(self, image_ids) -> np.ndarray:
-        return np.array([int(image_id) for image_id in image_ids], np.int64)
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        return np.full(self.shape, row, np.uint16)
-
-
-def scored(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
-    """A row a breast of `make_table`, with a score and a fold."""
-    breasts = table.drop_duplicates(["patient_id", "laterality"])[["patient_id", "laterality", "cancer"]]
-    noise = np.random.default_rng(seed).random(len(breasts))
-    return breasts.assign(score=0.7 * noise + 0.3 * breasts["cancer"], fold=breasts["patient_id"].astype(int) % 4)
-
-
-IMAGES = [np.full((40, 20), value, np.uint16) for value in (0, 2048, 4095)]
-FIGURES = {  # what every figure must stand: nothing to show, one row, one class, values missing, many categories
-    "counts": lambda: plots.counts(TABLE),
-    "counts of one image": lambda: plots.counts(TABLE.head(1)),
-    "counts of 40 machines": lambda: plots.counts(make_table(80, machines=40)),
-    "counts of no rows": lambda: plots.counts(TABLE.head(0)),
-    "counts without columns": lambda: plots.counts(TABLE[["patient_id", "image_id"]]),
-    "counts of missing values": lambda: plots.counts(TABLE.assign(age=math.nan, machine_id=None, view=None)),
-    "rate": lambda: plots.positive_rate(TABLE),
-    "rate of one image": lambda: plots.positive_rate(TABLE.head(1)),
-    "rate of 40 machines": lambda: plots.positive_rate(make_table(80, machines=40)),
-    "rate without cancer": lambda: plots.positive_rate(TABLE.assign(cancer=0)),
-    "rate of cancer only": lambda: plots.positive_rate(TABLE.assign(cancer=1)),
-    "rate of no rows": lambda: plots.positive_rate(TABLE.head(0)),
-    "rate of a test set": lambda: plots.positive_rate(TABLE.drop(columns="cancer")),
-    "rate without columns": lambda: plots.positive_rate(TABLE[["patient_id", "laterality", "cancer"]]),
-    "headers": lambda: plots.header_overview(make_headers()),
-    "headers, none": lambda: plots.header_overview(make_headers().head(0)),
-    "headers, one": lambda: plots.header_overview(make_headers().head(1)),
-    "headers, all unreadable": lambda: plots.header_overview(make_headers().assign(error="cut short")),
-    "headers without windows": lambda: plots.header_overview(make_headers().assign(window_center=math.nan)),
-    "headers without anything": lambda: plots.header_overview(pd.DataFrame(index=range(3), columns=list(COLUMNS))),
-    "montage": lambda: plots.montage(IMAGES, ["a\nb"] * 3, [plots.CANCER, None, plots.NO_CANCER], columns=2),
-    "montage of one": lambda: plots.montage(IMAGES[:1], ["a"], title="One image"),
-    "montage of none": lambda: plots.montage([], []),
-    "BI-RADS": lambda: plots.birads_leak(TABLE),
-    "BI-RADS, one image": lambda: plots.birads_leak(TABLE.head(1)),
-    "BI-RADS, none known": lambda: plots.birads_leak(TABLE.assign(BIRADS=math.nan)),
-    "BI-RADS, no column": lambda: plots.birads_leak(TABLE.drop(columns="BIRADS")),
-    "BI-RADS, no site": lambda: plots.birads_leak(TABLE.drop(columns="site_id")),
-    "BI-RADS, no rows": lambda: plots.birads_leak(TABLE.head(0)),
-    "before and after": lambda: plots.before_after(
-        [IMAGES[0] / 4095] * 6, [(0, 0, 9, 9)] * 6, IMAGES * 2, ["a\nb"] * 6
-    ),
-    "before and after, one": lambda: plots.before_after([IMAGES[0] / 4095], [(0, 0, 40, 20)], IMAGES[:1], ["a"]),
-    "before and after, none": lambda: plots.before_after([], [], [], []),
-    "differences": lambda: plots.differences(
-        IMAGES[1], {"block8": IMAGES[1] + 3, "reduce=1": IMAGES[2], "raw16": IMAGES[1]}
-    ),
-    "differences, none": lambda: plots.differences(IMAGES[1], {"raw16": IMAGES[1]}),
-    "differences, one level": lambda: plots.differences(IMAGES[1].T, {"block8": IMAGES[1].T - 1}),
-    "differences from nothing": lambda: plots.differences(IMAGES[1], {}),
-    "curves": lambda: plots.training_curves({k: make_history(12, train_resampled=True) for k in range(4)}),
-    "curves of one epoch": lambda: plots.training_curves({2: make_history(1)}),
-    "curves of none": lambda: plots.training_curves({0: make_history(0)}),
-    "curves of one class": lambda: plots.training_curves({0: make_history(3, valid_auc=math.nan, valid_ap=None)}),
-    "curves of some columns": lambda: plots.training_curves({0: make_history(3)[["epoch", "train_loss"]]}),
-    "curves of averaged weights": lambda: plots.training_curves(
-        {k: make_history(120, k > 0, train_resampled=True, skipped_steps=2) for k in range(2)}
-    ),
-    "precision": lambda: plots.precision_recall(make_breasts(), 0.31, {"low": 0.2, "high": 0.7}),
-    "precision by fold": lambda: plots.precision_recall(scored(TABLE), 0.5),
-    "precision of one class a fold": lambda: plots.precision_recall(scored(TABLE).assign(fold=lambda b: b["cancer"])),
-    "precision, none": lambda: plots.precision_recall(scored(TABLE).head(0), 0.5),
-    "precision, one": lambda: plots.precision_recall(make_breasts(1), math.inf),
-    "precision, all 0": lambda: plots.precision_recall(
-        make_breasts().assign(score=0.0), 0.0, {"low": None, "high": None}
-    ),
-    "precision, odd scores": lambda: plots.precision_recall(
-        make_breasts().assign(score=[math.nan, -3.0, 9.0, 9.0] * 50)
-    ),
-    "mistakes": lambda: plots.worst_mistakes(scored(TABLE), TABLE, Pictures(), 0.5),
-    "mistakes, long ids": lambda: plots.worst_mistakes(
-        scored(TABLE).replace({"patient_id": {"1": "65534"}}), TABLE.replace({"patient_id": {"1": "65534"}}), Pictures()
-    ),
-    "mistakes of one": lambda: plots.worst_mistakes(scored(TABLE).head(1), TABLE, Pictures(), math.inf),
-    "mistakes of none": lambda: plots.worst_mistakes(scored(TABLE).head(0), TABLE, Pictures(), 0.5),
-    "mistakes of none with pixels": lambda: plots.worst_mistakes(scored(TABLE), TABLE.head(0), Pictures()),
-    "scores": lambda: plots.score_histogram(make_breasts(), 0.31),
-    "scores, one": lambda: plots.score_histogram(make_breasts(1)),
-    "scores, none": lambda: plots.score_histogram(make_breasts().head(0), 0.5),
-    "scores, all 0": lambda: plots.score_histogram(make_breasts().assign(score=0.0), math.inf),
-    "scores of a test set": lambda: plots.score_histogram(make_breasts()[["score"]], 0.31),
-}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_says_something_and_writes_nothing_over_it(name):
-    before = plt.get_fignums()
-    with plt.style.context("dark_background"):  # what a user may have set
-        colors = matplotlib.rcParams["text.color"], matplotlib.rcParams["figure.facecolor"]
-        figure = FIGURES[name]()
-        assert (matplotlib.rcParams["text.color"], matplotlib.rcParams["figure.facecolor"]) == colors
-    assert plt.get_fignums() == before  # an open figure would be shown twice
-    assert texts_that_touch(figure) == []
-    assert same_color(figure.get_facecolor(), "white")
-    if not name.startswith("montage"):
-        assert len(title(figure)) > 15 and "nan" not in title(figure)
-        assert same_color(figure._suptitle.get_color(), "black")
-        assert figure._suptitle.get_window_extent().x1 < 1.03 * figure.bbox.x1
-
-
-def test_jupyter_shows_figures_opaque_and_those_without_data_too():
-    for figure in (plots.counts(TABLE.head(0)), plots.score_histogram(make_breasts())):
-        pixels = plt.imread(io.BytesIO(print_figure(figure)))  # what a notebook's cell does with its value
-        assert (pixels[..., 3:] == 1).all() and pixels[..., :3].min() < 0.1 and (pixels[0, 0, :3] == 1).all()
-
-
-def test_the_check_of_texts_finds_a_touch():
-    figure, ax = plt.subplots(figsize=(1, 1))
-    ax.set_xticks([0, 1, 2], ["machine 1", "machine 2", "machine 3"])
-    plt.close(figure)
-    assert ("machine 1", "machine 2") in texts_that_touch(figure)
 
 
 def test_counts():

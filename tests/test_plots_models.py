@@ -71,7 +71,7 @@ def test_activations_of_constant_and_tiny_maps(maps):
 
 
 def test_no_maps():
-    assert title(plots_models.activation_maps(picture(), {})) == "No maps to show"
+    assert title(plots_models.activation_maps(picture(), {})) == "No maps of stages to show"
 
 
 @pytest.mark.parametrize(("height", "width", "prefix"), [(16, 8, 0), (16, 8, 1), (14, 14, 5), (7, 3, 2)])
@@ -158,7 +158,7 @@ def test_the_gallery_of_one_part_and_of_none():
             "'own' scores 0.05 above 'naive', 95 % interval -0.02 to +0.10: that may be noise",
         ),
         (Interval(-0.2, -0.3, -0.1), "'own' scores 0.20 below 'naive', 95 % interval -0.30 to -0.10"),
-        (Interval(math.nan, math.nan, math.nan), ": that may be noise"),
+        (Interval(math.nan, math.nan, math.nan), "cannot be compared: scores need both kinds"),
         (None, "'own' reaches an AUC of 0.81"),
     ],
 )
