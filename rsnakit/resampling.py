@@ -146,11 +146,11 @@ def draw(groups: ArrayLike, n: int = 1000, seed: int = 0, strata: ArrayLike | No
     times = np.empty((len(names), n), np.int32)
     for first in range(0, n, BLOCK):
         block = np.empty((min(BLOCK, n - first), len(names)), np.int32)
-        for row in block:
-            begin = 0
-            for size in filter(None, sizes):
-                row[begin : begin + size] = np.bincount(rng.integers(size, size=size), minlength=size)
-                begin += size
+        begin = 0
+        for size in filter(None, sizes):
+            for row, drawn in zip(block, rng.integers(size, size=(len(block), size)), strict=True):
+                row[begin : begin + size] = np.bincount(drawn, minlength=size)
+            begin += size
         times[:, first : first + len(block)] = block.T
     return Draws(times, codes)
 
