@@ -157,7 +157,7 @@ def _draw_line(ax: Axes, y: float, line: Line, limits: tuple[float, float], writ
         marker = "<" if line.value < least else ">" if line.value > most else "o"
         ax.plot(min(max(line.value, least), most), y, marker, color=line.color, clip_on=False)
         ends = "" if math.isnan(line.low) else f" ({written} to {written})".format(line.low, line.high)
-        text = written.format(line.value) + ends + f"  {line.note}" * bool(line.note) if written else ""
+        text = written.format(line.value) + ends + f"  {line.note}" * bool(line.note) if written else line.note
     if text:
         ax.annotate(text, (1, y), (6, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=9)
 
