@@ -21,6 +21,7 @@ import build_time  # noqa: E402
 import dicom_time  # noqa: E402
 import loader_time  # noqa: E402
 import loop_time  # noqa: E402
+import metrics_time  # noqa: E402
 import samples  # noqa: E402
 import stages  # noqa: E402
 import store_time  # noqa: E402
@@ -372,6 +373,33 @@ def test_loader_time_loads_the_same_with_and_without_workers(tmp_path):
         for n in (0, 2)
     ]
     assert loaded[0] == loaded[1] and sum(len(items) for items, _ in loaded[0]) == 32
+
+
+# Scores
+
+
+def test_metrics_time_compares_ways_that_answer_alike():
+    data = metrics_time.draw(600, 150, 60)
+    assert data.labels.sum() == 60 and len(np.unique(data.patients)) == 150
+    rows, seconds = metrics_time.measure(metrics_time.THRESHOLD, data[:2], 2)
+    assert [row["way"] for row in rows][:2] == [metrics_time.OURS, metrics_time.SKLEARN]
+    assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
+    ratios = [a / b for a, b in zip(seconds[metrics_time.SKLEARN], seconds[metrics_time.OURS], strict=True)]
+    assert rows[1]["times ours"] == pytest.approx(sum(ratios) / 2)
+    rows, _ = metrics_time.measure(metrics_time.BOOTSTRAP, (data, 20), 1)
+    assert len(rows) == 4 and rows[0]["times ours"] == 1.0
+
+
+def test_metrics_time_compares_no_other_answers():
+    ways = {metrics_time.OURS: lambda: (0.5, 1.0), "other": lambda: (0.5, 0.9)}
+    with pytest.raises(RuntimeError, match=r"other finds \(0.5, 0.9\), rsnakit \(0.5, 1.0\)"):
+        metrics_time.measure(ways, (), 1)
+
+
+def test_the_verdict_on_scores_names_the_target():
+    rows = [{"way": metrics_time.OURS, "times ours": 1.0}, {"way": metrics_time.SKLEARN, "times ours": 99.4}]
+    assert metrics_time.verdict(rows, 100) == "target 100 times faster than scikit-learn: no, 99.4"
+    assert metrics_time.verdict(rows, 2.5) == "target 2.5 times faster than scikit-learn: yes, 99.4"
 
 
 # What is told

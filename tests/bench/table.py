@@ -12,7 +12,7 @@ OUT = REPOSITORY / "work" / "bench"
 PACKAGES = (
     "numpy", "pydicom", "imagecodecs", "Pillow", "opencv-python-headless", "joblib", "pylibjpeg", "pylibjpeg-libjpeg",
     "pylibjpeg-openjpeg", "pylibjpeg-rle", "python-gdcm", "dicomsdl", "monai", "itk-io", "torch", "medip", "timm", "lightning",
-    "accelerate",
+    "accelerate", "scikit-learn", "scipy",
 )  # fmt: skip
 
 
