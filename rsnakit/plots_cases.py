@@ -6,7 +6,7 @@ Heat maps are drawn in the colour of cancer, as strong as the map says: they sho
 import dataclasses
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -101,7 +101,7 @@ def worst_mistakes(
     heatmaps, kinds = heatmaps or {}, shown["cancer"].nunique()
     columns = 2 * int(shown.drop_duplicates(BREAST)["cancer"].value_counts().max())
     cell = min(0.93 * WIDTH / columns, 2.0)  # inches
-    lines = max(_on_lines(facts(row)).count("\n") + 1 for row in shown.to_dict("records"))
+    lines = max(_below(row).count("\n") + 1 for row in shown.to_dict("records"))
     size = (max(columns * cell / 0.93, 7), kinds * (cell * store.shape[0] / store.shape[1] + 0.45 + 0.13 * lines) + 0.5)
     figure, axes = plt.subplots(kinds, columns, figsize=size, squeeze=False)
     for ax in axes.flat:
@@ -114,7 +114,7 @@ def worst_mistakes(
                 ax.set_axis_on()
                 framed(ax, store[int(row)], text, LABEL_COLORS[label])
                 show_heat(ax, heatmaps.get(view["image_id"]))
-                ax.set_xlabel(_on_lines(facts(view)), fontsize=8)
+                ax.set_xlabel(_below(view), fontsize=8)
         line[0].set_ylabel("cancer, lowest scores" if label else "no cancer, highest scores")
     there = breasts.merge(images[BREAST].drop_duplicates(), on=BREAST)
     lost = len(breasts) - len(there)
@@ -172,9 +172,9 @@ def _draw_view(above: Axes, below: Axes, view: View, inches: float) -> None:
         ax.text(0.5, 0.5, _wrapped(view.note, inches), ha="center", va="center", fontsize=8, transform=ax.transAxes)
 
 
-def facts(row: Mapping) -> str:
+def facts(row: Mapping, names: Iterable[str] = FACTS) -> str:
     """What a table's row says of `FACTS`, such as `age 57, density B, site 1, machine 49`; missing ones are left out."""
-    known = {name: row.get(name) for name in FACTS}
+    known = {name: row.get(name) for name in names}
     known = {name: value for name, value in known.items() if pd.notna(value) and value != ""}
     return ", ".join(f"{FACTS[name]} {_plain(value)}" for name, value in known.items())
 
@@ -221,10 +221,10 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _on_lines(text: str) -> str:
-    """A list of facts with two on a line."""
-    parts = text.split(", ")
-    return "\n".join(", ".join(parts[first : first + 2]) for first in range(0, len(parts), 2))
+def _below(row: Mapping) -> str:
+    """Facts as they stand below an image, which is narrow: of the woman, and of where the image was made."""
+    lines = facts(row, ("age", "density")), facts(row, ("site_id", "machine_id"))
+    return "\n".join(filter(None, lines))
 
 
 def _wrapped(text: str, inches: float) -> str:

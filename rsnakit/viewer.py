@@ -21,7 +21,6 @@ from IPython import get_ipython
 from matplotlib.figure import Figure
 
 from rsnakit import dicom, heatmaps, metrics, plots_cases, runs
-from rsnakit.metrics import BREAST
 from rsnakit.plots_cases import View
 from rsnakit.prepare import PreprocessConfig, preview
 from rsnakit.store import Store
@@ -197,7 +196,7 @@ class Cases:
         return self._maps.of(self.table.loc[self.table["patient_id"] == patient_id, "image_id"])
 
     def _breast(self, patient_id: str, laterality: str) -> dict:
-        same = (self.breasts[BREAST] == (patient_id, laterality)).all(axis=1)
+        same = (self.breasts["patient_id"] == patient_id) & (self.breasts["laterality"] == laterality)
         return self.breasts[same].iloc[0].to_dict() if same.any() else {}
 
     def _title(self, patient_id: str, rows: pd.DataFrame) -> str:

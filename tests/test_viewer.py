@@ -1,4 +1,4 @@
-"""The viewer: what it shows of a patient is what the files, the store, the scores and the models say, by widgets and without."""
+"""The viewer: what it shows of a patient is what files, store, scores and models say, by widgets and without."""
 
 import base64
 import math
@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from small_run import BREASTS, write_run
 
 from rsnakit import heatmaps, metrics, prepare, runs, viewer
+from rsnakit.plots_cases import facts
 from rsnakit.prepare import PreprocessConfig
 from rsnakit.viewer import Cases, Viewer
 
@@ -90,7 +91,8 @@ def test_the_title_says_how_both_breasts_fared(cases, breasts, run, table, store
             said = verdict[(int(side.cancer), side.score >= CUT)]
             label = "with" if side.cancer else "without"
             assert f"{word} breast {label} cancer scores {side.score:.3g}{said}" in text
-        assert text.startswith(f"Patient {patient} (age ") and text.endswith("(threshold 0.5)")
+        known = facts(table[table["patient_id"] == patient].iloc[0])
+        assert text.startswith(f"Patient {patient} ({known}): ") and text.endswith("(threshold 0.5)")
     without = Cases(run, table, store)  # the run has no summary
     assert math.isnan(without.threshold) and without.kinds == ("cancers", "all")
     text = title(without.figure(breasts["patient_id"].iloc[0], heat=False))
