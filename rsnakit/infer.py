@@ -29,7 +29,7 @@ class InferConfig:
     """How a run's models are used on new images."""
 
     threshold: float | str = setting("auto", low=0.0, high=1.0, choices=("auto", "none"))  # or a number in [0, 1]
-    aggregate: str = setting("mean", choices=("mean", "max"))  # of a breast's images
+    aggregate: str = setting("mean", choices=metrics.HOWS)  # of a breast's images
     infer_batch_size: int = setting(8, low=1, high=1024)  # images
 
     def __post_init__(self):
@@ -224,8 +224,12 @@ class _Features:
 def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]:
     """The threshold that the settings mean for a run, None for none, and a sentence on where it comes from.
 
+    `auto` is the out-of-fold threshold of scores that were brought to breasts by the same `aggregate`: the maximum of
+    several images is higher than their mean, and wants a higher one.
+
     Raises:
-        rsnakit.runs.RunError: `auto`, and the run has no summary, or one of other folds.
+        rsnakit.runs.RunError: `auto`, and the run has no summary, one of other folds, or one without this aggregate's
+            threshold.
     """
     if config.threshold == "none":
         return None, "no threshold: the scores are submitted as they are"
@@ -241,8 +245,18 @@ def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]
             f"{run}: the threshold in summary.json is that of folds {summary['folds']}, and there are weights of folds "
             f"{list(runs.trained_folds(run))}. Run 03_train again, which rewrites it, or give a number."
         )
-    threshold, folds = summary["threshold"], ", ".join(map(str, summary["folds"]))
-    return threshold, f"threshold {threshold:.4f}, the best on the out-of-fold scores of fold {folds}"
+    chosen = summary.get("by_aggregate", {"mean": summary}).get(config.aggregate)
+    if chosen is None:
+        raise runs.RunError(
+            f"{run}: summary.json has no threshold for aggregate={config.aggregate!r}; an older version of the kit wrote it. "
+            "Run 03_train again, which rewrites it, or give a number."
+        )
+    folds, expected = ", ".join(map(str, summary["folds"])), chosen.get("nested_f1")
+    source = f"threshold {chosen['threshold']:.4f}, the best on the out-of-fold scores of fold {folds}, each breast's "
+    source += f"{config.aggregate} over images"
+    if expected is None:
+        return chosen["threshold"], source
+    return chosen["threshold"], f"{source}; pF1 to be expected: {expected:.3f}, that of thresholds from other folds"
 
 
 def write_submission(
@@ -253,7 +267,7 @@ def write_submission(
     Args:
         report: as `predict` gives it.
         threshold: scores at or above it become 1, others 0; None leaves them.
-        aggregate: `mean` or `max` over a breast's images.
+        aggregate: one of `metrics.HOWS`, over a breast's images (see `metrics.to_breast`).
 
     Returns:
         What was written: prediction_id, cancer, a row a breast in first-seen order.

@@ -9,6 +9,7 @@ from rsnakit import metrics, nested, runs
 from rsnakit.files import write_json
 
 COUNTS = ("epoch", "breasts", "positives")
+NESTED = ("nested_f1", "nested_low", "nested_high")
 SCORES = ("AUC", "AP", "pF1", "pF1 at best cut (flatters)")
 
 
@@ -39,9 +40,15 @@ def write_summary(run: Path) -> dict:
     """Scores the out-of-fold predictions of the folds there are, per breast, and writes them to `summary.json`.
 
     Returns:
-        What was written: `folds`, `epochs` (of the weights kept), `unfinished` (see `runs.unfinished_folds`), `select`, `prior`
-        (share of positive images in training), `scores` (as `nested.score_breasts` has them), `threshold` and
-        `percentile` (the best on these very scores, so that their F1 flatters).
+        What was written:
+        - `folds`, `epochs` (of the weights kept), `unfinished` (see `runs.unfinished_folds`), `select`, `prior` (share of
+          positive images in training);
+        - `threshold` and `percentile`: the best on these very scores, so that their F1 flatters;
+        - `by_aggregate`: for each of `metrics.HOWS` the same two, their `naive_f1`, and `nested_f1` with its 95 % interval
+          from `nested_low` to `nested_high`;
+        - `nested`: see `nested.Nested.plain`; None with one fold, and `nested_note` says why;
+        - `epoch_choice`: see `nested.epoch_choice`;
+        - `scores`: see `nested.score_breasts`.
 
     Folds that two processes train may end at the same moment. The one that writes last sees the other's files, since each
     looks again after writing: the summary that stays has both.
@@ -64,34 +71,90 @@ def _written(run: Path) -> dict[Path, tuple]:
 
 def _score(run: Path) -> dict:
     folders = runs.trained_folds(run)
-    breasts = metrics.to_breast(runs.read_oof(run))
+    images = runs.read_oof(run)
+    breasts = {how: metrics.to_breast(images, how) for how in metrics.HOWS}
     models = [runs.read_model(folder) for folder in folders.values()]
-    threshold, _ = metrics.best_threshold(breasts["cancer"], breasts["score"])
+    found = {how: nested.nested_threshold(frame) for how, frame in breasts.items()}
+    by_aggregate = {how: _choice(frame, found[how]) for how, frame in breasts.items()}
     return {
         "folds": list(folders),
         "epochs": [model["epoch"] for model in models],
         "unfinished": {str(fold): state for fold, state in runs.unfinished_folds(run).items()},
         "select": models[0]["select"],
         "prior": sum(model["prior"] for model in models) / len(models),
-        "threshold": float(threshold),
-        "percentile": float(metrics.percentile_of(breasts["score"], threshold)),
-        "scores": nested.score_breasts(breasts),
+        "threshold": by_aggregate["mean"]["threshold"],
+        "percentile": by_aggregate["mean"]["percentile"],
+        "by_aggregate": by_aggregate,
+        "nested": found["mean"].plain() if found["mean"] else None,
+        "nested_note": "" if found["mean"] else nested.NOT_NESTED,
+        "epoch_choice": _epoch_choice(run, models[0]["select"]),
+        "scores": nested.score_breasts(breasts["mean"]),
     }
+
+
+def _choice(breasts: pd.DataFrame, found: nested.Nested | None) -> dict[str, float | None]:
+    threshold, naive_f1 = metrics.best_threshold(breasts["cancer"], breasts["score"])
+    percentile = metrics.percentile_of(breasts["score"], threshold)
+    interval = dict(zip(NESTED, tuple(found.f1) if found else (None, None, None), strict=True))
+    return {"threshold": threshold, "percentile": percentile, "naive_f1": naive_f1, **interval}
+
+
+def _epoch_choice(run: Path, select: str) -> dict | None:
+    trained = {fold: history for fold, history in histories(run).items() if fold in runs.trained_folds(run)}
+    train = runs.read_config(run)["train"]
+    averaged = train.get("ema_decay") and train.get("ema_keep")
+    return nested.epoch_choice(trained, select, "ema_valid" if averaged else "valid")
 
 
 def summary_table(summary: dict) -> pd.DataFrame:
-    """The scores of a summary with their 95 % intervals, a row a score, for a notebook to show; empty for no summary."""
-    names = {
-        "auc": "AUC",
-        "average_precision": "average precision",
-        "pf1": "pF1 of the raw scores",
-        "naive_f1": "pF1 at its best threshold (flatters)",
-    }
+    """The scores of a summary with their 95 % intervals, a row a score, for a notebook to show; empty for no summary.
+
+    First the F1 at thresholds from other folds, then the naive one, by how much it flatters, and what choosing the epoch on
+    the scored fold added where that was done. A summary of one fold, or of an older kit, has no nested score, and says so.
+    """
     columns = ["value", "95 % from", "to"]
     if not summary:
         return pd.DataFrame(columns=columns)
-    rows = {text: [summary["scores"][name][k] for k in ("value", "low", "high")] for name, text in names.items()}
+    scores, found, choice = summary["scores"], summary.get("nested"), summary.get("epoch_choice")
+    if found:
+        rows = {
+            "pF1 at thresholds from other folds (nested)": _row(found["f1"]),
+            "pF1 at its best threshold (naive, flatters)": _row(found["naive_f1"]),
+            "by which the naive one is higher": [found["optimism"], None, None],
+        }
+    else:
+        why = "one fold" if len(summary["folds"]) == 1 else "an older summary"
+        rows = {f"pF1 at its best threshold (naive, flatters; {why}: no nested score)": _row(scores["naive_f1"])}
+    if choice:
+        rows[f"added to it by choosing the epoch by {choice['select']} on the scored fold"] = [choice["f1"], None, None]
+    names = {"auc": "AUC", "average_precision": "average precision", "pf1": "pF1 of the raw scores"}
+    rows |= {text: _row(scores[name]) for name, text in names.items()}
     return pd.DataFrame.from_dict(rows, "index", columns=columns, dtype=float).round(3)
+
+
+def aggregate_table(summary: dict) -> pd.DataFrame:
+    """The ways from images to breasts side by side, indexed by `aggregate`; empty for no summary or one of an older kit.
+
+    Returns:
+        threshold, F1 at thresholds from other folds with its 95 % interval, and at the threshold itself, which flatters; with
+        one fold the last alone.
+    """
+    columns = {
+        "threshold": "threshold",
+        "nested_f1": "pF1 at thresholds from other folds (nested)",
+        "nested_low": "95 % from",
+        "nested_high": "to",
+        "naive_f1": "pF1 at this threshold (naive, flatters)",
+    }
+    rows = (summary or {}).get("by_aggregate") or {}
+    table = pd.DataFrame.from_dict(rows, "index", columns=None if rows else list(columns), dtype=float)[list(columns)]
+    if table["nested_f1"].isna().all():
+        table = table[["threshold", "naive_f1"]]
+    return table.rename(columns=columns).rename_axis("aggregate").round(3)
+
+
+def _row(interval: dict) -> list[float | None]:
+    return [interval[name] for name in ("value", "low", "high")]
 
 
 def _scores(folder: Path) -> dict[str, float]:

@@ -152,24 +152,46 @@ def test_ids_come_back_as_they_were_written(competition, run, tmp_path):
     assert (tmp_path / "s.csv").read_text().splitlines()[1].startswith("007_L,")
 
 
-@pytest.mark.parametrize("aggregate, expected", [("mean", [0.5, 0.9]), ("max", [0.8, 0.9])])
+@pytest.mark.parametrize(
+    "aggregate, expected",
+    [("mean", [0.5, 0.9]), ("max", [0.8, 0.9]), ("noisy_or", [1 - 0.8 * 0.2 * 0.5, 0.9]), ("top2", [0.65, 0.9]),
+     ("top3", [0.5, 0.9])],
+)  # fmt: skip
 def test_aggregation_and_no_threshold(aggregate, expected, tmp_path):
     report = pd.DataFrame(
-        {"prediction_id": ["9_R", "9_R", "1_L"], "patient_id": ["9", "9", "1"], "laterality": ["R", "R", "L"],
-         "image_id": ["a", "b", "c"], "score": [0.2, 0.8, 0.9]}
+        {"prediction_id": ["9_R", "9_R", "9_R", "1_L"], "patient_id": ["9", "9", "9", "1"],
+         "laterality": ["R", "R", "R", "L"], "image_id": ["a", "b", "d", "c"], "score": [0.2, 0.8, 0.5, 0.9]}
     )  # fmt: skip
-    submission = infer.write_submission(report, tmp_path / "s.csv", None, aggregate)
+    submission = infer.write_submission(report, tmp_path / "s.csv", None, InferConfig(aggregate=aggregate).aggregate)
     assert submission["prediction_id"].tolist() == ["9_R", "1_L"]
     assert submission["cancer"].tolist() == pytest.approx(expected)
+
+
+def test_other_aggregates_are_refused():
+    with pytest.raises(ValueError, match="got 'median', expected one of 'mean', 'max', 'noisy_or', 'top2', 'top3'"):
+        InferConfig(aggregate="median")
 
 
 def test_thresholds(run, tmp_path):
     assert infer.choose_threshold(InferConfig(), run)[0] == 0.5
     assert infer.choose_threshold(InferConfig(threshold="none"), run)[0] is None
-    assert infer.choose_threshold(InferConfig(threshold=0.31), run)[0] == 0.31
+    assert infer.choose_threshold(InferConfig(threshold=0.31, aggregate="max"), run)[0] == 0.31
     without = make_run(tmp_path, threshold=None)
     with pytest.raises(runs.RunError, match="threshold='auto' is read from it"):
         infer.choose_threshold(InferConfig(), without)
+
+
+def test_the_threshold_is_that_of_the_aggregate(tmp_path):
+    """The maximum of a breast's images is higher than their mean: the mean's threshold would call too many."""
+    run = make_run(tmp_path, threshold=0.5)
+    with pytest.raises(runs.RunError, match=r"no threshold for aggregate='max'.*Run 03_train again"):
+        infer.choose_threshold(InferConfig(aggregate="max"), run)  # a summary of an older kit has the mean's alone
+    chosen = {"mean": {"threshold": 0.5, "nested_f1": 0.41}, "max": {"threshold": 0.7, "nested_f1": None}}
+    (run / "summary.json").write_text(json.dumps({"threshold": 0.5, "folds": [0, 1], "by_aggregate": chosen}))
+    threshold, source = infer.choose_threshold(InferConfig(), run)
+    assert threshold == 0.5 and "fold 0, 1" in source and "pF1 to be expected: 0.410" in source
+    threshold, source = infer.choose_threshold(InferConfig(aggregate="max"), run)
+    assert threshold == 0.7 and "max over images" in source and "expected" not in source
 
 
 TEST = pd.DataFrame({"prediction_id": ["5_L", "5_L", "5_R", "7_L"]})
