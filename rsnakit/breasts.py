@@ -152,7 +152,8 @@ def _combined(scores: np.ndarray, how: str) -> np.ndarray:
     if how == "mean":
         return scores.mean(0)
     if how == "ranks":
-        return np.mean([pd.Series(found).rank(pct=True).to_numpy() for found in scores], axis=0)
+        ranks = sum(pd.Series(found).rank().to_numpy() for found in scores)  # exact, so that ties stay ties
+        return ranks / max(1, scores.size)
     lowest, highest = np.nextafter(np.float32([0, 1]), np.float32(0.5)).astype(float)
     inside = scores.clip(lowest, highest)
     return 1 / (1 + np.exp(-(np.log(inside) - np.log1p(-inside)).mean(0)))

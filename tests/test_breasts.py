@@ -193,6 +193,11 @@ class TestCombine:
         expected = np.mean([rankdata(row) / 40 for row in scores], axis=0)
         np.testing.assert_allclose(breasts.combine(tables, "ranks")["score"], expected, atol=1e-12)
 
+    def test_equal_sums_of_ranks_tie_exactly(self):
+        orders = [[1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1], [2, 2, 2, 2, 2, 2, 2]]
+        tables = [pd.DataFrame({"patient_id": np.arange(7), "laterality": "L", "score": order}) for order in orders]
+        assert breasts.combine(tables, "ranks")["score"].tolist() == [12 / 21] * 7
+
     def test_logits_of_scores_that_are_sure(self):
         tables = [three_breasts([0.0, 1.0, 0.0]), three_breasts([0.5, 0.5, 0.0]), three_breasts([0.5, 0.5, 0.0])]
         with warnings.catch_warnings():
