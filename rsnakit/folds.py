@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 
+from rsnakit.resampling import wilson
 from rsnakit.tables import TableError
 
 SPLITS = ("patient", "machine")
@@ -121,6 +122,13 @@ def count_folds(table: pd.DataFrame, folds: pd.Series) -> pd.DataFrame:
     if "machine_id" in table:
         counts["machines"] = machine_names(table).groupby(folds).nunique()
     return counts.rename(columns={"positive": "positive breasts"})
+
+
+def with_rates(counts: pd.DataFrame) -> pd.DataFrame:
+    """What `count_folds` gives, with the share of breasts with cancer in each fold and its 95 % Wilson interval, in %."""
+    low, high = wilson(counts["positive breasts"], counts["breasts"])
+    rates = {"with cancer, %": counts["positive breasts"] / counts["breasts"], "95 % from": low, "to": high}
+    return counts.assign(**{name: (100 * rate).round(1) for name, rate in rates.items()})
 
 
 def check_folds(table: pd.DataFrame, folds: pd.Series) -> None:

@@ -5,8 +5,9 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import binomtest
 
-from rsnakit.folds import check_folds, count_folds, debug_subset, machine_names, make_folds
+from rsnakit.folds import check_folds, count_folds, debug_subset, machine_names, make_folds, with_rates
 from rsnakit.tables import TableError
 
 
@@ -120,6 +121,18 @@ def test_count_folds_by_hand():
     counts = count_folds(table.drop(columns="fold"), table["fold"])
     assert counts.loc[0].to_dict() == {"patients": 1, "breasts": 2, "positive breasts": 1, "images": 3}
     assert counts.loc[1].to_dict() == {"patients": 2, "breasts": 3, "positive breasts": 2, "images": 3}
+
+
+def test_rates_of_folds_are_wilsons():
+    table = machines_table(("49", 8, 20), ("48", 3, 30))
+    shown = with_rates(count_folds(table, make_folds(table, 2, 0, "machine")))
+    assert shown["positive breasts"].tolist() == [8, 3] and shown["breasts"].tolist() == [56, 66]
+    assert shown["with cancer, %"].tolist() == [14.3, 4.5]
+    for fold, (k, n) in enumerate([(8, 56), (3, 66)]):
+        interval = binomtest(k, n).proportion_ci(method="wilson")
+        assert shown.loc[fold, ["95 % from", "to"]].tolist() == pytest.approx(
+            [100 * end for end in interval], abs=0.051
+        )
 
 
 def test_a_patient_in_two_folds_stops():
