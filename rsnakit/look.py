@@ -7,6 +7,7 @@ tell apart.
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ def titled(figure: Figure, title: str) -> Figure:
 def _wrapped(text: str, width: float, font: FontProperties) -> str:
     """A text on as many lines as it takes for none to be wider, in points; a word that is wider has a line of its own."""
     lines, measure = [""], TextToPath()
-    for word in text.split():
+    for word in re.split(r"\s+(?!%)", text.strip()):  # a number stays with its %
         longer = f"{lines[-1]} {word}".strip()
         if measure.get_text_width_height_descent(longer, font, False)[0] > width and lines[-1]:
             lines.append(word)
@@ -184,6 +185,11 @@ def interval_of(score: Score) -> tuple[float, float, float]:
     elif not isinstance(score, Iterable):
         score = [score, None, None]
     return tuple(math.nan if end is None else float(end) for end in score)
+
+
+def capital(text: str) -> str:
+    """A text as a sentence begins."""
+    return text[:1].upper() + text[1:]
 
 
 def with_interval(score: Score) -> str:

@@ -74,7 +74,7 @@ def fold_scores(table: pd.DataFrame) -> Figure:
 
 
 @look.styled
-def comparison(table: pd.DataFrame, name: str = "this run") -> Figure:
+def comparison(table: pd.DataFrame, name: str = "This run") -> Figure:
     """By how much a run scores above others on the same breasts, with intervals over the same resampled patients.
 
     Args:
@@ -85,7 +85,7 @@ def comparison(table: pd.DataFrame, name: str = "this run") -> Figure:
         return look.nothing("No other run to compare with")
     sections = {
         f"{name} less {other}": [
-            Line(row.score, row.difference, row.low, row.high, VALIDATION, f"better in {percent(row.probability)}")
+            Line(row.score, row.difference, row.low, row.high, VALIDATION, _better(row.probability))
             for row in rows.itertuples()
         ]
         for other, rows in table.groupby("other", sort=False)
@@ -96,6 +96,10 @@ def comparison(table: pd.DataFrame, name: str = "this run") -> Figure:
     ax.axvline(0, color="black", linewidth=1, linestyle=":", zorder=1)
     ax.set_xlabel(f"difference with its 95 % interval; right of the dotted line {name} is better")
     return look.titled(figure, _comparison_title(table.iloc[0], name))
+
+
+def _better(probability: float) -> str:
+    return "not to be compared" if math.isnan(probability) else f"better in {percent(probability)}"
 
 
 def _group_lines(rows: pd.DataFrame) -> list[Line]:
@@ -130,7 +134,7 @@ def _forest_title(table: pd.DataFrame, whole: float, name: str) -> str:
     scored = table[table["value"].notna()]
     few = len(table) - len(scored)
     note = f"; too small to score: {few:,} of {len(table):,} groups" if few else ""
-    if scored.empty:
+    if scored.empty or math.isnan(whole):
         return f"No group has enough breasts of both kinds for its {name}" + note
     apart = scored[(scored["low"] > whole) | (scored["high"] < whole)]
     if apart.empty:
@@ -153,7 +157,10 @@ def _folds_title(folds: pd.DataFrame) -> str:
     if len(parts) == 1 or whole.empty:
         row = parts.iloc[0]
         return f"Fold {row['fold']}: {name} {look.with_interval(row[['value', 'low', 'high']])}"
-    span = f"{name} of {len(parts)} folds runs from {number(parts['value'].min())} to {number(parts['value'].max())}"
+    least, most = parts["value"].min(), parts["value"].max()
+    span = f"{look.capital(name)} of {len(parts)} folds runs from {number(least)} to {number(most)}"
+    if parts["low"].isna().any():
+        return f"{span}; over all it is {number(whole.iloc[0])}"
     apart = parts[(parts["low"] > whole.iloc[0]) | (parts["high"] < whole.iloc[0])]
     if apart.empty:
         return (
@@ -168,7 +175,8 @@ def _comparison_title(row: pd.Series, name: str) -> str:
     if not math.isfinite(value):
         return f"{row['score']} of {name} and {row['other']} cannot be compared"
     side = "above" if value >= 0 else "below"
-    title = f"{name} scores {abs(value):.3f} {side} {row['other']} in {row['score']}, "
-    title += "" if math.isnan(low) else f"95 %: {low:+.3f} to {high:+.3f}, and "
-    title += f"is better in {percent(row['probability'])} of resamples"
+    title = f"{name} scores {abs(value):.3f} {side} {row['other']} in {row['score']}"
+    if math.isnan(low):
+        return title
+    title += f", 95 %: {low:+.3f} to {high:+.3f}, and is better in {percent(row['probability'])} of resamples"
     return title + ("" if low > 0 or high < 0 else ": that may be noise")

@@ -104,7 +104,7 @@ def operating_curves(
         why = f"{labels.sum():,} of {len(labels):,} breasts have cancer, and both kinds are needed"
         return look.nothing(f"No curves: {why}")
     points = {name: cut for name, cut in (points or {}).items() if cut is not None and (values >= cut).any()}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 4.4 + 0.25 * -(-len(points) // 2)))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 4.4 + 0.25 * -(-min(len(points), len(POINTS)) // 2)))
     found = {"average_precision": metrics.average_precision(labels, values), "auc": metrics.auc(labels, values)}
     texts = {name: look.with_interval((scores or {}).get(name) or score) for name, score in found.items()}
     draw_precision_recall(left, labels, values, color=VALIDATION)
@@ -158,6 +158,7 @@ def calibration_curves(tables: Mapping[str, pd.DataFrame]) -> Figure:
         ax.errorbar(predicted, observed, errors, fmt="o-", color=VALIDATION, markersize=5, linewidth=1)
         ax.set_title(f"{name}: off by {_off(table):.2g} points")
         ax.set(xlim=(-2 * top, 104 * top), ylim=(-2 * top, 104 * top))
+        ax.tick_params(labelbottom=True)
         ax.grid(True)
     for ax in axes.flat[len(tables) :]:
         ax.set_axis_off()
@@ -191,7 +192,7 @@ def _summary_title(summary: Mapping, first: Line) -> str:
     value, flattering = look.interval_of(nested.get("f1"))[0], look.interval_of(naive)[0]
     if math.isnan(value):
         title = f"{first.label.replace(chr(10), ' ')}: {look.with_interval(first[1:4])}"
-        return title + ("" if nested else ". With one fold there is no nested score")
+        return title + ("" if nested else f". {look.capital(summary.get('nested_note') or 'it has no nested score')}")
     title = f"F1 {look.with_interval(nested['f1'])} where each fold's threshold comes from the others"
     if not math.isnan(flattering):
         title += f"; chosen on the very scores, {number(flattering)}: {abs(flattering - value):.3f} "
@@ -227,7 +228,7 @@ def _operating_title(labels: np.ndarray, scores: np.ndarray, points: Mapping[str
     called = scores >= cut
     hits = (called & labels).sum()
     return (
-        f"{_capital(name)}: {percent(hits / labels.sum())} of the cancers are called and {percent(called[~labels].mean())} "
+        f"{look.capital(name)}: {percent(hits / labels.sum())} of the cancers are called and {percent(called[~labels].mean())} "
         f"of the others; {percent(hits / called.sum())} of the called have cancer"
     )
 
@@ -235,14 +236,10 @@ def _operating_title(labels: np.ndarray, scores: np.ndarray, points: Mapping[str
 def _calibration_title(tables: Mapping[str, pd.DataFrame]) -> str:
     (name, before), *others = tables.items()
     promised, found = (np.average(before[column], weights=before["n"]) for column in ("predicted", "observed"))
-    title = f"{_capital(name)}: {percent(promised)} of breasts should have cancer, and {percent(found)} have it"
+    title = f"By {name} {percent(promised)} of breasts have cancer, in truth {percent(found)}"
     if not others:
         return title
     best = min((name for name, _ in others), key=lambda name: _off(tables[name]))
     if _off(tables[best]) >= _off(before):
         return f"{title}; no calibration brings the scores nearer"
     return f"{title}; {best} brings the mean distance from {_off(before):.2g} to {_off(tables[best]):.2g} points"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
