@@ -1,4 +1,5 @@
-"""Runs and a competition to a submission: every breast of test.csv gets its row, whatever happens to its images."""
+"""Runs and a competition to a submission: every breast of test.csv gets its row, whatever happens to its images. What is
+written, and checked as the competition would, stands in `submission`."""
 
 import dataclasses
 import functools
@@ -12,13 +13,17 @@ from tqdm.auto import tqdm
 from rsnakit import data, env, metrics, models, runs
 from rsnakit.batches import for_each_batch
 from rsnakit.fields import check_all
-from rsnakit.files import replacing
 from rsnakit.loop import autocast
 from rsnakit.params import setting
 from rsnakit.preprocess import PreprocessConfig, load_image
+from rsnakit.submission import SubmissionError, check_submission, write_submission
 from rsnakit.targets import view_ids
 
-COLUMNS = ["prediction_id", "cancer"]  # of a submission
+__all__ = [
+    "Ensemble", "InferConfig", "SubmissionError", "check_submission", "choose_threshold", "load_ensemble", "predict",
+    "refuse_other_settings", "write_submission",
+]  # fmt: skip
+
 REPORT_COLUMNS = ["prediction_id", "patient_id", "laterality", "image_id", "status", "score", "seconds", "reason"]
 NOT_FINITE = "the model gave no finite score"
 BREASTS = 512  # pooled at a time
@@ -34,10 +39,6 @@ class InferConfig:
 
     def __post_init__(self):
         check_all(self)
-
-
-class SubmissionError(ValueError):
-    """A submission that the competition would refuse or score wrongly; the message says what is wrong in which row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,69 +258,3 @@ def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]
     if expected is None:
         return chosen["threshold"], source
     return chosen["threshold"], f"{source}; pF1 to be expected: {expected:.3f}, that of thresholds from other folds"
-
-
-def write_submission(
-    report: pd.DataFrame, path: Path | str, threshold: float | None, aggregate: str = "mean"
-) -> pd.DataFrame:
-    """Brings a report's images to breasts, cuts at the threshold and writes the submission, whole or not at all.
-
-    Args:
-        report: as `predict` gives it.
-        threshold: scores at or above it become 1, others 0; None leaves them.
-        aggregate: one of `metrics.HOWS`, over a breast's images (see `metrics.to_breast`).
-
-    Returns:
-        What was written: prediction_id, cancer, a row a breast in first-seen order.
-    """
-    breasts = metrics.to_breast(report, aggregate)
-    cancer = breasts["score"].clip(0, 1)
-    if threshold is not None:
-        cancer = (breasts["score"] >= threshold).astype(float)
-    submission = pd.DataFrame({"prediction_id": breasts["prediction_id"], "cancer": cancer})
-    with replacing(path) as temporary:
-        submission.to_csv(temporary, index=False)
-    return submission
-
-
-def check_submission(submission: Path | str | pd.DataFrame, test: Path | str | pd.DataFrame) -> pd.DataFrame:
-    """Checks a submission against test.csv as the competition would.
-
-    Args:
-        submission: its file, or a frame of it.
-        test: test.csv, or a frame with its prediction_id.
-
-    Returns:
-        The submission.
-
-    Raises:
-        SubmissionError: other columns; a prediction_id missing, twice, unknown or out of order; a value that is missing,
-            no number, or outside [0, 1].
-    """
-    ids = {"prediction_id": str}
-    if not isinstance(submission, pd.DataFrame):
-        submission = pd.read_csv(submission, dtype=ids, keep_default_na=False)
-    if not isinstance(test, pd.DataFrame):
-        test = pd.read_csv(test, dtype=ids, usecols=["prediction_id"])
-    if list(submission.columns) != COLUMNS:
-        raise SubmissionError(f"columns are {list(submission.columns)}, expected {COLUMNS}")
-    expected = test["prediction_id"].astype(str).drop_duplicates().tolist()
-    found = submission["prediction_id"].astype(str).tolist()
-    for what, names in (
-        ("twice", submission["prediction_id"][submission["prediction_id"].duplicated()].tolist()),
-        ("missing", sorted(set(expected) - set(found))),
-        ("not in test.csv", sorted(set(found) - set(expected))),
-    ):
-        if names:
-            raise SubmissionError(f"{len(names)} prediction_ids are {what}, {names[:3]} among them")
-    if found != expected:
-        row = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-        raise SubmissionError(f"row {row + 2} is {found[row]}, test.csv has {expected[row]} there: keep its order")
-    values = pd.to_numeric(submission["cancer"], errors="coerce")
-    wrong = ~values.between(0, 1)
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        value = submission["cancer"].iloc[row]
-        shown = repr(value) if isinstance(value, str) else str(value)
-        raise SubmissionError(f"row {row + 2}, {found[row]}: cancer is {shown}, expected 0 to 1")
-    return submission.assign(cancer=values.to_numpy(dtype=float))

@@ -1,0 +1,81 @@
+"""From a report of images to a submission, and what the competition would say of it."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from rsnakit import metrics
+from rsnakit.files import replacing
+
+COLUMNS = ["prediction_id", "cancer"]
+
+
+class SubmissionError(ValueError):
+    """A submission that the competition would refuse or score wrongly; the message says what is wrong in which row."""
+
+
+def write_submission(
+    report: pd.DataFrame, path: Path | str, threshold: float | None, aggregate: str = "mean"
+) -> pd.DataFrame:
+    """Brings a report's images to breasts, cuts at the threshold and writes the submission, whole or not at all.
+
+    Args:
+        report: as `predict` gives it.
+        threshold: scores at or above it become 1, others 0; None leaves them.
+        aggregate: one of `metrics.HOWS`, over a breast's images (see `metrics.to_breast`).
+
+    Returns:
+        What was written: prediction_id, cancer, a row a breast in first-seen order.
+    """
+    breasts = metrics.to_breast(report, aggregate)
+    cancer = breasts["score"].clip(0, 1)
+    if threshold is not None:
+        cancer = (breasts["score"] >= threshold).astype(float)
+    submission = pd.DataFrame({"prediction_id": breasts["prediction_id"], "cancer": cancer})
+    with replacing(path) as temporary:
+        submission.to_csv(temporary, index=False)
+    return submission
+
+
+def check_submission(submission: Path | str | pd.DataFrame, test: Path | str | pd.DataFrame) -> pd.DataFrame:
+    """Checks a submission against test.csv as the competition would.
+
+    Args:
+        submission: its file, or a frame of it.
+        test: test.csv, or a frame with its prediction_id.
+
+    Returns:
+        The submission.
+
+    Raises:
+        SubmissionError: other columns; a prediction_id missing, twice, unknown or out of order; a value that is missing,
+            no number, or outside [0, 1].
+    """
+    ids = {"prediction_id": str}
+    if not isinstance(submission, pd.DataFrame):
+        submission = pd.read_csv(submission, dtype=ids, keep_default_na=False)
+    if not isinstance(test, pd.DataFrame):
+        test = pd.read_csv(test, dtype=ids, usecols=["prediction_id"])
+    if list(submission.columns) != COLUMNS:
+        raise SubmissionError(f"columns are {list(submission.columns)}, expected {COLUMNS}")
+    expected = test["prediction_id"].astype(str).drop_duplicates().tolist()
+    found = submission["prediction_id"].astype(str).tolist()
+    for what, names in (
+        ("twice", submission["prediction_id"][submission["prediction_id"].duplicated()].tolist()),
+        ("missing", sorted(set(expected) - set(found))),
+        ("not in test.csv", sorted(set(found) - set(expected))),
+    ):
+        if names:
+            raise SubmissionError(f"{len(names)} prediction_ids are {what}, {names[:3]} among them")
+    if found != expected:
+        row = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+        raise SubmissionError(f"row {row + 2} is {found[row]}, test.csv has {expected[row]} there: keep its order")
+    values = pd.to_numeric(submission["cancer"], errors="coerce")
+    wrong = ~values.between(0, 1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        value = submission["cancer"].iloc[row]
+        shown = repr(value) if isinstance(value, str) else str(value)
+        raise SubmissionError(f"row {row + 2}, {found[row]}: cancer is {shown}, expected 0 to 1")
+    return submission.assign(cancer=values.to_numpy(dtype=float))
