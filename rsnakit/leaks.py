@@ -21,7 +21,7 @@ TEST_COLUMNS = (
 NOT_METADATA = ("cancer", "path", "breast_id", "fold", "score")  # the label, and what the kit adds
 SUSPICIOUS = 0.8  # AUC above which a column alone tells too much of cancer
 BINS = 20  # that a column with more values is cut into
-PARTS = 5  # of the patients, where there is one fold only
+PARTS = 5  # of the patients, where folds do not serve
 
 
 def check(
@@ -78,7 +78,8 @@ def column_aucs(table: pd.DataFrame, test_columns: Sequence[str], folds: pd.Seri
     Args:
         table: a row an image, with cancer and patient_id; site_id where known.
         test_columns: columns of test.csv.
-        folds: fold numbers on the table's index; of a single fold, the patients are dealt out to `PARTS` parts.
+        folds: fold numbers on the table's index. Where a site has all its cancers in one of them, as with a single fold or with
+            machines held out, nothing could be learnt from the others: patients are dealt out to `PARTS` parts instead.
 
     Returns:
         Indexed by `column`, the highest AUC first: `auc`, `auc site S` for each site where there are several, `in test`, and
@@ -200,11 +201,14 @@ def _note(found: pd.DataFrame, what: str) -> str:
 
 
 def _parts(table: pd.DataFrame, folds: pd.Series) -> np.ndarray:
-    """Fold of each row as 0, 1, ...; of a single fold, patients dealt out by their label and id."""
-    codes, names = pd.factorize(folds)
-    if len(names) > 1:
-        return codes
-    patients = table.groupby("patient_id")["cancer"].max().sort_values(kind="stable")
+    """Fold of each row as 0, 1, ..., if each site with cancer has it in several; else patients dealt out by label and site."""
+    site = table["site_id"].astype(str) if "site_id" in table else pd.Series("", index=table.index)
+    sick = table["cancer"] == 1
+    if (folds[sick].groupby(site[sick]).nunique() > 1).all():
+        return pd.factorize(folds)[0]
+    rows = pd.DataFrame({"patient_id": table["patient_id"], "cancer": table["cancer"], "site": site})
+    patients = rows.groupby("patient_id", sort=True).agg(cancer=("cancer", "max"), site=("site", "min"))
+    patients = patients.sort_values(["cancer", "site"], kind="stable")
     return table["patient_id"].map(pd.Series(np.arange(len(patients)) % PARTS, index=patients.index)).to_numpy()
 
 

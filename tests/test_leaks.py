@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
@@ -98,6 +98,8 @@ def test_aucs_are_those_of_a_slow_reference(rows, random):
         of_fold[0] = 1 - min(of_fold[0], 1)
     table = pd.DataFrame({"patient_id": [f"p{i}" for i in range(len(rows))], "site_id": sites, "cancer": labels})
     table = table.assign(column=pd.Series(values, dtype=object))
+    sick = pd.Series(of_fold)[table["cancer"] == 1]
+    assume((sick.groupby(table["site_id"]).nunique() > 1).all())  # else the folds are not used
     found = leaks.column_aucs(table, KNOWN, pd.Series(of_fold)).loc["column"]
     assert found["auc"] == pytest.approx(slow_auc(values, labels, of_fold), nan_ok=True)
     for site in set(sites) if len(set(sites)) > 1 else ():
@@ -184,6 +186,17 @@ def test_of_a_single_fold_patients_are_dealt_out():
     assert found.loc["biopsy", "auc"] == 1.0 and 0.35 < found.loc["age", "auc"] < 0.65
     one_class = leaks.column_aucs(table.assign(cancer=0), KNOWN, pd.Series(2, index=table.index))
     assert one_class["auc"].isna().all()
+
+
+def test_a_site_whose_cancers_are_all_in_one_fold_is_looked_at_all_the_same():
+    """As with held-out machines: the other folds know of no cancer at that site."""
+    table, _ = images(800)
+    table["site_id"] = np.arange(800) // 16 % 2 + 1
+    table["implant"] = np.where(table["site_id"] == 2, table["cancer"], 0)
+    by_machine = pd.Series(np.where(table["site_id"] == 2, 0, np.arange(800) % 3 + 1 - (table["cancer"] == 1)))
+    assert by_machine[(table["site_id"] == 2) & (table["cancer"] == 1)].nunique() == 1
+    found = leaks.column_aucs(table, KNOWN, by_machine).loc["implant"]
+    assert found["auc site 2"] == 1.0 and found["auc site 1"] == 0.5 and found["verdict"] == "suspicious"
 
 
 # ---- duplicates
