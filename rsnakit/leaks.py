@@ -55,8 +55,10 @@ def check(
     aucs = columns.filter(like="auc").max(axis=1)[columns["verdict"] == "suspicious"]
     if len(aucs):
         named = ", ".join(f"{name} ({auc:.2f})" for name, auc in aucs.items())
+        sick = table.loc[table["cancer"] == 1, "patient_id"].nunique()
         print(
-            f"NOTE: leak checks: AUC above {SUSPICIOUS} by one column alone, pooled or at a site: {named}; look into why"
+            f"NOTE: leak checks: AUC above {SUSPICIOUS} by one column alone, pooled or at a site: {named}; look into why. "
+            f"{sick:,} patients have cancer: of few, it may be chance"
         )
     fed = sorted(set(inputs) - set(test_columns))
     if fed:

@@ -290,6 +290,7 @@ def test_what_is_suspicious_or_equal_is_named(capsys):
     assert lines[2].startswith("NOTE: leak checks: 2 equal images with different labels")
     assert lines[2].endswith(f"such as {ids[2]} and {ids[398]}")
     assert lines[3].startswith("NOTE: leak checks: AUC above 0.8 by one column alone") and "age (1.00)" in lines[3]
+    assert lines[3].endswith("100 patients have cancer: of few, it may be chance")
     assert len(lines) == 4
     leaks.check(table, of_fold, unknown(table), KNOWN)
     assert "equal images not looked for" in capsys.readouterr().out
