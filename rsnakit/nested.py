@@ -155,12 +155,12 @@ def epoch_choice(histories: Mapping[int, pd.DataFrame], select: str, side: str =
         chosen[fold] = _best_epoch(curves.loc[history.index, fold])
         alone = len(histories) == 1
         others[fold] = int(history.index[-1]) if alone else _best_epoch(common.drop(columns=fold).mean(axis=1))
-    added = {
-        name: _plain(
-            np.mean([h.loc[chosen[fold], column] - h.loc[others[fold], column] for fold, h in histories.items()])
-        )
-        for name, column in columns.items()
-    }
+    added = {}
+    for name, column in columns.items():
+        by_fold = [
+            history.loc[chosen[fold], column] - history.loc[others[fold], column] for fold, history in histories.items()
+        ]
+        added[name] = _plain(float(np.mean(by_fold)))
     against = "the last epoch" if len(histories) == 1 else "the epoch that the other folds choose"
     return {
         "select": select,
@@ -267,7 +267,7 @@ def _labelled(frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _plain(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None  # JSON has neither NaN nor inf
+    return value if math.isfinite(value) else None  # JSON has neither NaN nor inf
 
 
 def _plain_interval(interval: Interval) -> dict[str, float | None]:

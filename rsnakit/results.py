@@ -126,7 +126,7 @@ def summary_table(summary: dict) -> pd.DataFrame:
         why = "one fold" if len(summary["folds"]) == 1 else "an older summary"
         rows = {f"pF1 at its best threshold (naive, flatters; {why}: no nested score)": _row(scores["naive_f1"])}
     if choice:
-        rows[f"added to it by choosing the epoch by {choice['select']} on the scored fold"] = [choice["f1"], None, None]
+        rows[f"added by choosing the epoch by {choice['select']} on the scored fold"] = [choice["f1"], None, None]
     names = {"auc": "AUC", "average_precision": "average precision", "pf1": "pF1 of the raw scores"}
     rows |= {text: _row(scores[name]) for name, text in names.items()}
     return pd.DataFrame.from_dict(rows, "index", columns=columns, dtype=float).round(3)

@@ -162,7 +162,7 @@ def test_what_choosing_the_epoch_added(run, averaged):
     histories = {fold: results.histories(run)[fold] for fold in (0, 1, 2)}
     expected = nested.epoch_choice(histories, "ap", "ema_valid" if averaged else "valid")
     assert summary["epoch_choice"] == expected
-    row = results.summary_table(summary).loc["added to it by choosing the epoch by ap on the scored fold"]
+    row = results.summary_table(summary).loc["added by choosing the epoch by ap on the scored fold"]
     assert row["value"] == pytest.approx(expected["f1"], abs=6e-4) and row.isna().tolist() == [False, True, True]
 
 
