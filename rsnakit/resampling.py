@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from rsnakit.scoring import Points, checked, operating_points
+from rsnakit.scoring import Points, best_of, checked, operating_points
 
 Statistic = Callable[[np.ndarray, np.ndarray], float]
 BLOCK = 64  # resamples drawn before they are written across memory
@@ -164,6 +164,8 @@ def bootstrap_values(labels: ArrayLike, scores: ArrayLike, draws: Draws, statist
     if hasattr(statistic, "of_sums"):
         rows = statistic.rows(labels, scores)
         width, of = n_groups, lambda times: statistic.of_sums(group_sums(rows, draws.codes, times))
+    elif hasattr(statistic, "of_best"):
+        width, of = n_groups, lambda times: _best(labels, scores, draws.codes, times)[statistic.of_best]
     elif hasattr(statistic, "of_points"):
         thresholds = operating_points(labels, scores).thresholds
         width = max(n_groups, len(thresholds))
@@ -189,7 +191,11 @@ def counts(
         codes, times: (N,) of these rows, and (G, n); the two of `Draws`.
         thresholds: (K,) distinct, falling.
     """
-    bins = np.searchsorted(-thresholds, -scores)  # of the highest threshold that calls the row; K where none does
+    if not len(thresholds):
+        return np.zeros((2, 0, times.shape[1]), np.int32)
+    called = scores >= thresholds[-1]
+    labels, scores, codes = labels[called], scores[called], codes[called]
+    bins = np.searchsorted(-thresholds, -scores)  # of the highest threshold that calls the row
     called = _drawn(bins, codes, times, len(thresholds))
     true_positives = _drawn(bins[labels], codes[labels], times, len(thresholds))
     return np.cumsum(true_positives, axis=0, out=true_positives), np.cumsum(called, axis=0, out=called)
@@ -244,10 +250,32 @@ def _points(
     """The points of `scoring.operating_points` in each resample, at the scores of all positives."""
     true_positives, called = counts(labels, scores, codes, times, thresholds)
     positives, rows = (group_sums(each[None], codes, times)[0] for each in (labels, np.ones_like(labels)))
-    at = np.searchsorted(-thresholds, -scores)
-    at[np.append(thresholds, math.nan)[at] != scores] = len(thresholds)
-    tied = _drawn(at, codes, times, len(thresholds))
+    scores, codes = scores[np.isin(scores, thresholds)], codes[np.isin(scores, thresholds)]
+    tied = _drawn(np.searchsorted(-thresholds, -scores), codes, times, len(thresholds))
     return Points(thresholds, true_positives, called, tied, positives, rows - positives)
+
+
+def _best(labels: np.ndarray, scores: np.ndarray, codes: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """(2, n) threshold and F1 of `scoring.best_of`; exact, though most resamples are settled by the highest thresholds.
+
+    F1 = 2 TP / (P + called) is at most 2 P / (P + called), and the lower a threshold, the more it calls: if the best so far
+    reaches that bound at the last threshold counted, none below is better. So few rows in a hundred are ever counted.
+    """
+    points = operating_points(labels, scores)
+    settled = 2 * points.positives / max(float(best_of(points)[1]), 1e-9)  # P + called, in the rows as they are
+    n_top = np.searchsorted(points.positives + points.called, 1.5 * settled) + 1  # and more, since resamples differ
+    found, left = np.empty((2, times.shape[1])), np.arange(times.shape[1])
+    for thresholds in (points.thresholds[:n_top], points.thresholds):
+        drawn = times if len(left) == times.shape[1] else times[:, left]
+        positives = group_sums(labels[None], codes, drawn)[0]
+        true_positives, called = counts(labels, scores, codes, drawn, thresholds)
+        found[:, left] = best_of(Points(thresholds, true_positives, called, None, positives, None))
+        if len(thresholds) == len(points.thresholds):
+            break
+        left = left[2 * positives / np.maximum(positives + called[-1], 1) > found[1, left]]
+        if not len(left):
+            break
+    return found
 
 
 def group_sums(rows: np.ndarray, codes: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -259,14 +287,12 @@ def group_sums(rows: np.ndarray, codes: np.ndarray, times: np.ndarray) -> np.nda
 
 
 def _drawn(bins: np.ndarray, codes: np.ndarray, times: np.ndarray, n_bins: int) -> np.ndarray:
-    """(n_bins, n) how many rows each resample has in each bin; rows of other bins are left out."""
+    """(n_bins, n) how many rows each resample has in each bin."""
     from scipy import sparse
 
     if not n_bins:
         return np.zeros((0, times.shape[1]), np.int32)
-    inside = bins < n_bins
-    cells = np.ones(int(inside.sum()), np.int32), (bins[inside], codes[inside])
-    return sparse.csr_matrix(cells, shape=(n_bins, len(times))) @ times
+    return sparse.csr_matrix((np.ones(len(bins), np.int32), (bins, codes)), shape=(n_bins, len(times))) @ times
 
 
 def _check_level(level: float) -> None:

@@ -3,7 +3,7 @@
 Labels (N,) are 0 or 1 and scores (N,) are floats, matched by position. A different length, another label or a NaN is a
 ValueError everywhere. A statistic is called as `statistic(labels, scores) -> float`. They carry how they follow from sums
 over rows (`rows` and `of_sums`), from counts at the scores of positives (`of_points`) or from how often each row counts
-(`of_weights`): that is how `resampling` takes them, of all its resamples at once but for the last.
+(`of_weights`), or which part of `best_of` they are: so `resampling` need not call them on each of its resamples.
 """
 
 import math
@@ -50,8 +50,8 @@ def best_threshold(labels: ArrayLike, scores: ArrayLike) -> tuple[float, float]:
     thresholds the highest is taken; with no positives to find it is (inf, 0.0), which calls nothing positive. The F1 is
     pF1 of the binarised scores; chosen and scored on the same rows it is optimistic.
     """
-    points = operating_points(*checked(labels, scores))
-    return float(_best_threshold(points)), float(_best_f1(points))
+    threshold, f1 = best_of(operating_points(*checked(labels, scores)))
+    return float(threshold), float(f1)
 
 
 def chosen_threshold(labels: ArrayLike, scores: ArrayLike) -> float:
@@ -222,18 +222,15 @@ def _mean(sums: np.ndarray) -> np.ndarray:
     return ratio(sums[0], sums[1])
 
 
-def _f1(points: Points) -> np.ndarray:
-    return 2 * points.true_positives / np.maximum(points.positives + points.called, 1)
-
-
-def _best_f1(points: Points) -> np.ndarray:
-    return np.max(_f1(points), axis=0, initial=0.0)
-
-
-def _best_threshold(points: Points) -> np.ndarray:
-    candidates = np.append(points.thresholds, math.inf)  # inf where there is no positive
-    best = np.argmax(_f1(points), axis=0) if len(points.thresholds) else 0
-    return candidates[np.where(points.positives > 0, best, -1)]
+def best_of(points: Points) -> tuple[np.ndarray, np.ndarray]:
+    """The highest of the best thresholds, inf where there is no positive, and its F1."""
+    if not len(points.thresholds):
+        nothing = np.zeros(np.shape(points.positives))
+        return nothing + math.inf, nothing
+    halves = points.true_positives / (np.maximum(points.positives, 1) + points.called)  # F1 = 2 TP / (P + called)
+    best = np.argmax(halves, axis=0)
+    f1 = 2 * np.take_along_axis(halves, np.expand_dims(best, 0), axis=0)[0]
+    return np.where(points.positives > 0, points.thresholds[best], math.inf), f1
 
 
 def _auc(points: Points) -> np.ndarray:
@@ -281,4 +278,4 @@ pfbeta.rows, pfbeta.of_sums = _mass, fbeta
 calibration_error.of_weights = _calibration_error
 brier.rows, brier.of_sums = _squares, _mean
 auc.of_points, average_precision.of_points = _auc, _average_precision
-best_f1.of_points, chosen_threshold.of_points = _best_f1, _best_threshold
+chosen_threshold.of_best, best_f1.of_best = 0, 1  # which of the two that `best_of` gives

@@ -140,6 +140,18 @@ class TestValues:
         for statistic, expected in zip(STATISTICS, whole, strict=True):
             np.testing.assert_array_equal(metrics.bootstrap_values(*args, statistic), expected)
 
+    def test_best_thresholds_far_below_that_of_the_sample(self):
+        """Three positives on top make the sample's threshold; in one resample of twenty none of them is drawn."""
+        labels = np.array([1] * 3 + ([0] * 20 + [1]) * 3)
+        scores, groups = np.linspace(1, 0, len(labels)), np.arange(len(labels))
+        draws = metrics.draw(groups, 200)
+        found = metrics.bootstrap_values(labels, scores, draws, metrics.chosen_threshold)
+        assert metrics.chosen_threshold(labels, scores) == scores[2]
+        assert (found >= scores[2]).mean() > 0.85 and (np.isfinite(found) & (found < scores[40])).any()
+        for statistic in (metrics.chosen_threshold, metrics.best_f1):
+            expected = in_each_resample(labels, scores, draws, statistic)
+            assert (metrics.bootstrap_values(labels, scores, draws, statistic) == expected).all()
+
     def test_counts_of_a_part_of_the_rows(self):
         table = drawn_breasts(30)
         labels, scores = metrics.checked(table["cancer"], table["score"])

@@ -4,8 +4,8 @@
 
 54,706 drawn scores of 11,913 patients, 1,158 of them positive, as many as the competition's images. All ways answer the
 same: one threshold and its F1; and the same 95 % interval of the threshold chosen anew in every resample, since all draw
-the same patients. One process on one core, the ways in turn; a ratio is of one round, and its median, smallest and largest
-over the rounds are told. Takes about three minutes, nearly all of them scikit-learn's.
+the same patients. One process on one core, the ways in turn, in seconds of the processor; a ratio is of one round, and its
+median, smallest and largest over the rounds are told. Takes about three minutes, nearly all of them scikit-learn's.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def _best_of_ranked(true_positives: np.ndarray, called: np.ndarray, scores: np.n
 
 
 def measure(ways: dict[str, Callable], args: tuple, rounds: int) -> tuple[list[dict], dict[str, list[float]]]:
-    """A row for each way, and its seconds in each round.
+    """A row for each way, and its seconds of the processor in each round.
 
     Raises:
         RuntimeError: a way answers otherwise than the first.
@@ -121,10 +121,10 @@ def measure(ways: dict[str, Callable], args: tuple, rounds: int) -> tuple[list[d
     expected = None
     for number in range(rounds + 1):  # the first is for warming up
         for name, way in ways.items():
-            begun = time.perf_counter()
+            begun = time.process_time()
             found = way(*args)
             if number:
-                seconds[name].append(time.perf_counter() - begun)
+                seconds[name].append(time.process_time() - begun)
             expected = expected or found
             if not np.allclose(found, expected, rtol=1e-9, atol=0):
                 raise RuntimeError(f"{name} finds {found}, {next(iter(ways))} {expected}")
