@@ -96,7 +96,13 @@ def show_image(ax: Axes, image: np.ndarray) -> None:
     step = max(1, max(image.shape) // 1000)
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     ax.imshow(image[::step, ::step], cmap="gray", vmin=0, vmax=top, extent=extent, interpolation="antialiased")
+    bare(ax)
+
+
+def bare(ax: Axes) -> None:
+    """Axes that hold a picture: no ticks and no frame, at the top of their place."""
     ax.set(xticks=[], yticks=[], anchor="N")
+    ax.spines[:].set_visible(False)
 
 
 def label_bars(ax: Axes, labels: list[str], inches: float) -> None:
@@ -185,6 +191,11 @@ def interval_of(score: Score) -> tuple[float, float, float]:
     elif not isinstance(score, Iterable):
         score = [score, None, None]
     return tuple(math.nan if end is None else float(end) for end in score)
+
+
+def counted(n: int, thing: str) -> str:
+    """A number of things as text: 1 image, 1,200 images."""
+    return f"{n:,} {thing}{'s' * (n != 1)}"
 
 
 def capital(text: str) -> str:

@@ -123,7 +123,7 @@ def differences(image: np.ndarray, others: Mapping[str, np.ndarray]) -> Figure:
     last.set(yscale="log", ylim=(50 / image.size, 150))
     for ax, (name, error), (color, line) in zip(maps, errors.items(), itertools.cycle(LINES), strict=False):
         shown = ax.imshow(error, cmap="PuOr", vmin=-most, vmax=most, interpolation="nearest")
-        ax.set(xticks=[], yticks=[], anchor="N")
+        look.bare(ax)
         ax.set_title(name, fontsize=9)
         or_more = np.bincount(np.abs(error).ravel(), minlength=most + 1)[::-1].cumsum()[::-1]
         share = 100 * or_more[1:] / image.size

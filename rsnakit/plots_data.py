@@ -7,9 +7,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from rsnakit import look, metrics, subgroups
-from rsnakit.look import NAMES, NEUTRAL, SITES, WIDTH, number, percent
+from rsnakit.look import NAMES, NEUTRAL, SITES, WIDTH, counted, number, percent
 from rsnakit.subgroups import categories
 
 RATE_COLUMNS = (("site_id", "machine_id"), ("view", "implant"), ("age", "density"))
@@ -42,14 +43,17 @@ def counts(table: pd.DataFrame) -> Figure:
             bars = axes[name].bar(range(len(order)), heights, 0.75, color=colors)
             look.label_bars(axes[name], order, WIDTH * parts[name] / total - 0.9)
             axes[name].set(title=NAMES.get(name, name) + (", years" if name == "age" else ""), ylabel="images")
+            axes[name].yaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes[name].yaxis.set_major_formatter("{x:,.0f}")
             if len(order) <= 12:
                 axes[name].bar_label(bars, [f"{n:,}" for n in heights], fontsize=8, padding=1)
                 axes[name].margins(y=0.12)
-    patients = f" of {table['patient_id'].nunique():,} patients" if "patient_id" in table else ""
+    patients = f" of {counted(table['patient_id'].nunique(), 'patient')}" if "patient_id" in table else ""
     lacking = {NAMES.get(name, name): table[name].isna().mean() for name in names}
     lacking = ", ".join(f"{name} in {percent(share)}" for name, share in lacking.items() if share)
-    return look.titled(figure, f"{len(table):,} images{patients}; missing: {lacking or 'none of these values'}")
+    return look.titled(
+        figure, f"{counted(len(table), 'image')}{patients}; missing: {lacking or 'none of these values'}"
+    )
 
 
 @look.styled
@@ -102,9 +106,11 @@ def header_overview(headers: pd.DataFrame) -> Figure:
     sizes = good.dropna(subset=["rows", "columns"]).groupby(["columns", "rows"]).size()
     width, height = (sizes.index.get_level_values(i).to_numpy(float) for i in (0, 1))
     axes["size"].scatter(width, height, 20 + 500 * sizes / sizes.sum(), NEUTRAL, alpha=0.6, linewidths=0)
-    axes["size"].set(title=f"{len(sizes)} image sizes; area: share of images", xlabel="columns, pixels")
+    axes["size"].set(title=f"{counted(len(sizes), 'image size')}; area: share of images", xlabel="columns, pixels")
     axes["size"].set(ylabel="rows, pixels")
     axes["size"].margins(0.15)
+    if sizes.empty:
+        axes["size"].set(title="no image size is known", xticks=[], yticks=[])
     n_windowed = _windows(axes["window"], good)
     for name in ("transfer_syntax", "photometric"):
         shares = good[name].fillna("missing").value_counts(ascending=True)
@@ -114,8 +120,8 @@ def header_overview(headers: pd.DataFrame) -> Figure:
         axes[name].bar_label(bars, [f"{n:,}" for n in shares], fontsize=9, padding=3)
         axes[name].margins(x=0.15)
     inverted, kinds = (good["photometric"] == "MONOCHROME1").mean(), good["transfer_syntax"].nunique()
-    title = f"{kinds} {'encoding' if kinds == 1 else 'encodings'}, {percent(inverted)} MONOCHROME1 and "
-    title += f"{percent(1 - n_windowed / len(good))} without a window among {len(good):,} headers"
+    title = f"{counted(kinds, 'encoding') if kinds else 'No encoding known'}, {percent(inverted)} MONOCHROME1 and "
+    title += f"{percent(1 - n_windowed / len(good))} without a window among {counted(len(good), 'header')}"
     return look.titled(figure, title + (f"; {bad:,} more cannot be read" if bad else ""))
 
 
@@ -242,13 +248,15 @@ def _windows(ax: Axes, headers: pd.DataFrame) -> int:
     functions = windowed["voi_function"].fillna("no function")
     for number_, (function, rows) in enumerate(windowed.groupby(functions)):
         color, marker = look.FUNCTIONS.get(function, "white"), "osD^v<>P"[number_ % 8]
-        label = f"{function}: {len(rows):,} images"
+        label = f"{function}: {counted(len(rows), 'image')}"
         x, y = rows["window_center"], rows["window_width"]
         ax.scatter(x, y, 45, color, marker=marker, edgecolors="black", label=label)
     ax.set(title="first windows", xlabel="center, stored units", ylabel="width, stored units")
     ax.margins(0.15)
     if len(windowed):
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
+    else:
+        ax.set(title="no first window is known", xticks=[], yticks=[])
     return len(windowed)
 
 

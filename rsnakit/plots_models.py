@@ -82,7 +82,7 @@ def activation_maps(image: np.ndarray, maps: Mapping[str, torch.Tensor]) -> Figu
             ax.imshow(picture, cmap=HEAT, vmin=low, vmax=high, extent=extent, interpolation="nearest")
             if 0 < breast.mean() < 1:
                 ax.contour(breast, [0.5], colors="white", linewidths=0.8)
-            ax.set(xticks=[], yticks=[], anchor="N")
+            look.bare(ax)
             ax.set_title(text, fontsize=9)
         edges[name] = _at_outline(strength, breast)
     look.show_image(axes[0, 0], image)
@@ -161,7 +161,7 @@ def parts_gallery(x: torch.Tensor, parts: Mapping[str, nn.Module], title: str = 
         weights = sum(weight.numel() for weight in parts[name].parameters())
         _show(above, y[0], name, f"{_size(y)}\n{weights:,} parameters")
         below.imshow(seen[name], cmap=dark, norm=LogNorm(1e-4, 1), interpolation="nearest")
-        below.set(xticks=[], yticks=[], anchor="N")
+        look.bare(below)
         below.set_xlabel(_said(_count(seen[name]), seen[name].size), fontsize=9)
     return look.titled(figure, title or _gallery_title(x, outputs, seen))
 
@@ -234,7 +234,7 @@ def _show(ax: Axes, picture: torch.Tensor, above: str, below: str) -> None:
     picture = picture.float().numpy()
     low, high = np.percentile(picture, (2, 98))  # zeros of the padding at the borders would take the scale
     ax.imshow(picture, cmap="gray", vmin=low, vmax=high, interpolation="nearest")
-    ax.set(xticks=[], yticks=[], anchor="N")
+    look.bare(ax)
     ax.set_title(above, fontsize=9)
     ax.set_xlabel(below, fontsize=9)
 

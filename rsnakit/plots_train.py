@@ -47,7 +47,7 @@ def training_curves(histories: Mapping[int, pd.DataFrame]) -> Figure:
             ax.set(title=f"fold {fold}: {name}" if ax is row[0] else name, ylim=limits, xlabel="epoch")
             ax.grid(True)
             ax.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)  # wide enough for one epoch, too
-            ax.xaxis.set_major_locator(MaxNLocator(6 if ax in row[:3] else 4, integer=True, min_n_ticks=1))
+            ax.xaxis.set_major_locator(MaxNLocator(5 if ax in row[:3] else 4, integer=True, min_n_ticks=1))
         row[3].yaxis.set_major_locator(MaxNLocator(4))
         row[3].yaxis.set_major_formatter("{x:.1e}")
     lines = {"train": {"color": TRAIN, "marker": "o"}, "validation": {"color": VALIDATION, "marker": "o"},
@@ -180,10 +180,11 @@ def _scores_title(breasts: pd.DataFrame, threshold: float | None) -> str:
     cancer = breasts["cancer"].to_numpy() == 1 if "cancer" in breasts else None
     if threshold is None:
         if cancer is None or cancer.all() or not cancer.any():
-            return f"{len(scores):,} breasts: half of the scores are below {np.median(scores):.3g}"
+            return f"{look.counted(len(scores), 'breast')}: half of the scores are below {np.median(scores):.3g}"
         return f"Median score {np.median(scores[cancer]):.3g} with cancer, {np.median(scores[~cancer]):.3g} without"
     called = scores >= threshold
-    title = f"{called.sum():,} of {len(scores):,} breasts ({percent(called.mean())}) score {threshold:.3g} or more"
+    title = f"{called.sum():,} of {len(scores):,} breasts ({percent(called.mean())}) "
+    title += f"score {threshold:.3g} or more" if math.isfinite(threshold) else "are called, as no threshold was found"
     if cancer is None:
         return title
     return f"{title}: {(called & cancer).sum():,} of the {cancer.sum():,} with cancer"

@@ -132,7 +132,7 @@ FIGURES: dict[str, dict[str, Callable[[], Figure]]] = {  # by the function, then
         "no point": lambda: plots.training_curves({0: make_history(0)}),
         "missing": lambda: plots.training_curves({0: make_history(3)[["epoch", "train_loss"]]}),
         "many": lambda: plots.training_curves(
-            {k: make_history(120, k > 2, train_resampled=True, skipped_steps=2) for k in range(4)}
+            {k: make_history(120, k > 0, train_resampled=True, skipped_steps=2) for k in range(2)}
         ),
     },
     "precision_recall": {
