@@ -236,7 +236,9 @@ def _operating_title(labels: np.ndarray, scores: np.ndarray, points: Mapping[str
 def _calibration_title(tables: Mapping[str, pd.DataFrame]) -> str:
     (name, before), *others = tables.items()
     promised, found = (np.average(before[column], weights=before["n"]) for column in ("predicted", "observed"))
-    title = f"By {name} {percent(promised)} of breasts have cancer, in truth {percent(found)}"
+    title = (
+        f"{look.capital(name)}: scores say that {percent(promised)} of breasts have cancer, in truth {percent(found)}"
+    )
     if not others:
         return title
     best = min((name for name, _ in others), key=lambda name: _off(tables[name]))

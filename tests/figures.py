@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import Collection
 from matplotlib.colors import to_hex, to_rgb, to_rgba
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
@@ -201,6 +202,7 @@ def texts_that_touch(figure) -> list[tuple[str, str]]:
 # ---- what is asked of every figure
 
 OKABE_ITO = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")  # beside black and greys
+COLOR_MAPS = ("gray", "inferno", "PuOr")  # told apart by their lightness, or as orange and purple are
 
 
 def faults(figure) -> list[str]:
@@ -218,6 +220,8 @@ def faults(figure) -> list[str]:
     palette = {to_rgb(color) for color in OKABE_ITO}
     odd = [color for color in colors_of(figure) if color not in palette and np.ptp(color) > 0.1]  # others are greys
     found += [f"a colour that is not of the palette: {to_hex(color)}" for color in sorted(odd)]
+    maps = {image.get_cmap().name for image in figure.findobj(AxesImage) if np.ndim(image.get_array()) == 2}
+    found += [f"the colour map {name}" for name in sorted(maps - set(COLOR_MAPS))]
     return list(dict.fromkeys(found))
 
 

@@ -331,11 +331,18 @@ def test_the_check_finds_what_it_looks_for():
     ax.text(0, 0, "pale", color="#CCCCCC")
     ax.text(0, 1, "small", fontsize=5)
     ax.plot([0, 2], color="lime")
+    ax.imshow([[0, 1]], cmap="jet")
     ax.set_xlim(0, 2)
     plt.close(figure)
     assert ("machine 1", "machine 2") in texts_that_touch(figure)
     found = faults(figure)
-    for text in ("'pale' is too pale", "'small' has 5.0 points", "'machine 3' is cut off", "palette: #00ff00"):
+    for text in (
+        "'pale' is too pale",
+        "'small' has 5.0 points",
+        "'machine 3' is cut off",
+        "palette: #00ff00",
+        "map jet",
+    ):
         assert any(text in fault for fault in found), text
     wide = plt.figure(figsize=(12, 1))
     plt.close(wide)

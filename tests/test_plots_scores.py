@@ -129,7 +129,8 @@ def test_calibration_shows_bins_and_says_how_far_scores_are_off():
     assert first.get_title(loc="left") == "raw scores: off by 8.2 points"
     assert second.get_title(loc="left") == "Platt: off by 1.9 points"
     assert title(figure) == (
-        "By raw scores 15 % of breasts have cancer, in truth 6.8 %; Platt brings the mean distance from 8.2 to 1.9 points"
+        "Raw scores: scores say that 15 % of breasts have cancer, in truth 6.8 %; Platt brings the mean distance from 8.2 to "
+        "1.9 points"
     )
     worse = plots.calibration_curves({"Platt": platt, "raw scores": raw})
     assert title(worse).endswith("no calibration brings the scores nearer")
