@@ -228,6 +228,7 @@ def limits(values: np.ndarray, level: float) -> tuple[float, float]:
 
 
 def draw_for(labels: np.ndarray, groups: ArrayLike, n: int, seed: int, level: float, stratified: bool = False) -> Draws:
+    """The draws of `bootstrap`, its arguments checked."""
     _check_level(level)
     if len(groups) != len(labels):
         raise ValueError(f"{len(groups)} groups for {len(labels)} rows; expected one for every row")
@@ -237,11 +238,8 @@ def draw_for(labels: np.ndarray, groups: ArrayLike, n: int, seed: int, level: fl
 def _one_by_one(labels: np.ndarray, scores: np.ndarray, draws: Draws, statistic: Statistic) -> np.ndarray:
     order = np.argsort(-scores, kind="stable")  # resamples of ranked rows come out ranked: statistics sort them fast
     labels, scores, codes = labels[order].astype(np.int64), scores[order], draws.codes[order]
-    values = []
-    for times in draws.times.T:
-        rows = np.repeat(np.arange(len(codes)), np.ascontiguousarray(times)[codes])
-        values.append(statistic(labels[rows], scores[rows]))
-    return np.array(values, dtype=float)
+    drawn = (np.repeat(np.arange(len(codes)), np.ascontiguousarray(times)[codes]) for times in draws.times.T)
+    return np.array([statistic(labels[rows], scores[rows]) for rows in drawn], dtype=float)
 
 
 def _points(

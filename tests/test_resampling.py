@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import integrate, stats
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
 
 from rsnakit import metrics, resampling
@@ -303,7 +303,7 @@ def coverage():
     found, raised = RATE * stats.norm.sf(grid - SHIFT), (1 - RATE) * stats.norm.sf(grid)
     truths = {
         metrics.auc: normal.cdf(SHIFT / math.sqrt(2)),
-        metrics.average_precision: np.trapezoid(stats.norm.pdf(grid - SHIFT) * found / (found + raised), grid),
+        metrics.average_precision: integrate.trapezoid(stats.norm.pdf(grid - SHIFT) * found / (found + raised), grid),
         metrics.F1At(CUT): 2 * true / (RATE + true + false),
         "difference": normal.cdf(SHIFT / math.sqrt(2)) - normal.cdf(OTHER_SHIFT / math.sqrt(2)),
     }
