@@ -98,7 +98,8 @@ class OutOfFold:
         """The model that never saw a patient; KeyError where no trained fold held it out."""
         fold = int(self.fold_of[patient_id])
         if fold not in self._models:
-            self._models[fold] = load_model(runs.trained_folds(self.run)[fold]).to(self.device)
+            model = load_model(runs.trained_folds(self.run)[fold])
+            self._models[fold] = model.to(self.device, memory_format=torch.channels_last)  # faster on CPUs too
         return self._models[fold]
 
     def of(self, image_ids: Iterable[str]) -> dict[str, np.ndarray]:

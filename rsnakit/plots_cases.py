@@ -22,6 +22,7 @@ from rsnakit.metrics import BREAST
 from rsnakit.store import Store
 
 COLUMNS = 6  # images of a patient side by side
+ACROSS = 4  # breasts side by side, in two views each: narrower than that nothing is seen
 STRENGTH = 0.5  # of a heat map at its largest value: what lies below is still seen
 HALF = 0.5  # of a heat map's largest value
 FACTS = {"age": "age", "density": "density", "site_id": "site", "machine_id": "machine"}  # columns of a table, in words
@@ -98,24 +99,28 @@ def worst_mistakes(
     shown = worst_images(breasts, images, n)
     if not len(shown):
         return look.nothing("No scores of breasts with images to show")
-    heatmaps, kinds = heatmaps or {}, shown["cancer"].nunique()
-    columns = 2 * int(shown.drop_duplicates(BREAST)["cancer"].value_counts().max())
+    heatmaps = heatmaps or {}
+    counts = shown.drop_duplicates(BREAST)["cancer"].value_counts(sort=False)
+    columns = 2 * min(int(counts.max()), ACROSS)
+    rows = {label: -(-2 * count // columns) for label, count in counts.items()}  # of images, each kind
     cell = min(0.93 * WIDTH / columns, 2.0)  # inches
-    lines = max(_below(row).count("\n") + 1 for row in shown.to_dict("records"))
-    size = (max(columns * cell / 0.93, 7), kinds * (cell * store.shape[0] / store.shape[1] + 0.45 + 0.13 * lines) + 0.5)
-    figure, axes = plt.subplots(kinds, columns, figsize=size, squeeze=False)
+    below = 0.13 * max(_below(row).count("\n") + 1 for row in shown.to_dict("records"))
+    height = sum(rows.values()) * (cell * store.shape[0] / store.shape[1] + 0.45 + below) + 0.8
+    size = (max(columns * cell / 0.93, 7), height)
+    figure, axes = plt.subplots(sum(rows.values()), columns, figsize=size, squeeze=False)
     for ax in axes.flat:
         ax.set_axis_off()
-    for line, (label, of_kind) in zip(axes, shown.groupby("cancer", sort=False), strict=True):
+    for first, (label, of_kind) in zip((0, rows.get(1, 0)), shown.groupby("cancer", sort=False), strict=False):
+        places = axes[first : first + rows[label]].ravel()
         for number, (_, views) in enumerate(of_kind.groupby(BREAST, sort=False)):
-            rows = zip(store.rows_of(views["image_id"]), views.to_dict("records"), strict=True)
-            for ax, (row, view) in zip(line[2 * number :], rows, strict=False):
+            records = zip(store.rows_of(views["image_id"]), views.to_dict("records"), strict=True)
+            for ax, (row, view) in zip(places[2 * number :], records, strict=False):
                 text = f"{view['patient_id']}, {view['laterality']} {view['view']}\nscore {view['score']:.3g}"
                 ax.set_axis_on()
                 framed(ax, store[int(row)], text, LABEL_COLORS[label])
                 show_heat(ax, heatmaps.get(view["image_id"]))
-                ax.set_xlabel(_below(view), fontsize=8)
-        line[0].set_ylabel("cancer, lowest scores" if label else "no cancer, highest scores")
+                ax.set_xlabel(_below(view), fontsize=8, loc="left")
+        places[0].set_ylabel("cancer, lowest scores" if label else "no cancer, highest scores")
     there = breasts.merge(images[BREAST].drop_duplicates(), on=BREAST)
     lost = len(breasts) - len(there)
     note = f" ({lost:,} breasts without pixels are not shown)" if lost else ""
@@ -148,9 +153,11 @@ def patient(views: Sequence[View], title: str, window: str = "first") -> Figure:
     for number, view in enumerate(views):
         band, column = divmod(number, columns)
         _draw_view(*axes[2 * band : 2 * band + 2, column], view, cell)
-    axes[0][0].set_ylabel(f"frame, window {window}")
     heat = any(view.heat is not None for view in views)
-    axes[1][0].set_ylabel("what the model is shown" + heat * "\norange: what spoke for cancer")
+    if views[0].frame is not None:
+        axes[0][0].set_ylabel(f"frame, window {window}")
+    if views[0].image is not None:
+        axes[1][0].set_ylabel("what the model is shown" + heat * "\norange: what spoke for cancer")
     return look.titled(figure, title)
 
 

@@ -82,3 +82,13 @@ def test_a_view_without_its_parts_says_why():
     ]
     assert [len(ax.images) for ax in (*above, *below)] == [1, 0, 0, 2]
     assert len(above[0].patches) == 1 and not above[1].patches
+
+
+def test_many_mistakes_are_drawn_in_several_rows_a_kind():
+    figure = plots.worst_mistakes(scored(TABLE), TABLE, Pictures(), n=10)
+    drawn = [ax for ax in figure.axes if ax.images]
+    assert len(drawn) == 40 and figure.get_figwidth() <= plots.WIDTH
+    tops = [[round(ax.get_position().y1, 2) for ax in drawn[first : first + 20]] for first in (0, 20)]
+    assert [[kind.count(top) for top in sorted(set(kind), reverse=True)] for kind in tops] == [[8, 8, 4], [8, 8, 4]]
+    assert min(tops[0]) > max(tops[1])  # cancers above the others
+    assert sum(bool(ax.get_ylabel()) for ax in drawn) == 2

@@ -13,8 +13,10 @@ import pandas as pd
 import papermill
 import pydicom
 import pytest
+from small_run import write_run
 
-from rsnakit import crop, dicom, infer, preprocess, runs, store
+from rsnakit import crop, data, dicom, infer, preprocess, runs, store, viewer
+from rsnakit.models import ModelConfig
 from rsnakit.preprocess import PreprocessConfig
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -99,6 +101,29 @@ def test_the_breast_lies_left_whatever_its_side():
         assert image.shape == (256, 128)
         columns = image.sum(0)
         assert columns[:43].sum() > columns[-43:].sum(), path.name
+
+
+def test_the_viewer_shows_a_womans_views_with_crops_and_heat_maps(real_competition, tmp_path):
+    config = PreprocessConfig(height=256, width=128)
+    table = data.load_table(real_competition, "train")
+    table = table[table["patient_id"] == "P_00820"]
+    images = preprocess.build_store(table, config, tmp_path / "store", n_jobs=1)
+    run = write_run(tmp_path / "run", table, images, {"P_00820": 0}, ModelConfig(weights="wheel"))
+    figure = viewer.patient_figure(run, table, images, "P_00820")
+    shown = [ax for ax in figure.axes if ax.get_title(loc="left")]
+    hung = ["R CC", "L CC", "R MLO", "L MLO"]
+    assert [ax.get_title(loc="left").split("\n")[0] for ax in shown] == hung
+    for above, below, name in zip(shown, figure.axes[4:], hung, strict=True):
+        row = table[(table["laterality"] + " " + table["view"]) == name].iloc[0]
+        source, (box,) = dicom.read_stored(row["path"]).pixels, above.patches
+        scale = above.images[0].get_array().shape[0] / source.shape[0]
+        (left, top), width, height = box.get_xy(), box.get_width(), box.get_height()
+        t, l, b, r = np.array(LETTERS[Path(row["path"]).resolve().stem]) * scale  # noqa: E741
+        assert min(left + width, r) <= max(left, l) or min(top + height, b) <= max(
+            top, t
+        )  # the crop leaves the letters out
+        heat = below.images[1].get_array()[..., 3] / 0.5
+        assert heat.shape == (256, 128) and heat.min() >= 0 and heat.max() == pytest.approx(1)
 
 
 @pytest.mark.slow
