@@ -90,9 +90,9 @@ def nested_threshold(breasts: pd.DataFrame, n: int = 1000, seed: int = 0) -> Nes
     """F1 where each fold is called at a threshold that was chosen on the other folds only.
 
     It is the F1 that is to be expected of a threshold that is chosen as the kit chooses it, on about as many breasts as the
-    other folds have, and used on new patients: cross-validation with the choice inside it (Varma & Simon, BMC Bioinformatics 7:91, 2006). In
-    simulations of 150 to 1,000 patients the nested F1 is on average within 0.007 of what new patients give, and the naive
-    one 0.03 to 0.07 above it; their 95 % intervals cover it in 97 to 98 % and 87 to 92 % of trials.
+    other folds have, and used on new patients: cross-validation with the choice inside it (Varma & Simon, BMC
+    Bioinformatics 7:91, 2006). In simulations of 150 to 1,000 patients it is on average within 0.007 of what new patients
+    give, and the naive F1 0.03 to 0.07 above it; their 95 % intervals cover it in 97 to 98 % and 87 to 92 % of trials.
 
     Args:
         breasts: a row a breast (see `to_breast`): patient_id, laterality, fold, cancer, score.
