@@ -9,10 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from rsnakit import demo, preprocess, tables
+from rsnakit import demo, env, preprocess, tables
 from rsnakit.preprocess import PreprocessConfig
 
 SMALL = PreprocessConfig(height=64, width=32)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes share the tests of whole folders: one a core, up to four, since each grows to 3 GB.
+
+    Files that are named run in this process, where nothing has to be started and imported first; so does everything under
+    `-s`, since what other processes print is not shown.
+    """
+    folders = all(Path(argument).is_dir() for argument in config.args)
+    processes = min(env.cores(), 4) if folders and config.option.capture != "no" else 0
+    return processes if processes > 1 else 0
 
 
 @pytest.fixture(scope="session")
