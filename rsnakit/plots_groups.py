@@ -67,7 +67,7 @@ def fold_scores(table: pd.DataFrame) -> Figure:
         margin = 0.08 * (max(ends) - min(ends)) or 0.05
         look.forest(ax, {"": lines}, (min(ends) - margin, max(ends) + margin), "{:.2f}")
         ax.set(title=name, xlabel="with its 95 % interval")
-        ax.xaxis.set_major_locator(plt.MaxNLocator(4))
+        ax.xaxis.set_major_locator(plt.MaxNLocator(3))
     for ax in axes.flat[len(panels) :]:
         ax.set_axis_off()
     return look.titled(figure, _folds_title(next(iter(panels.values()))))

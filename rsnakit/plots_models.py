@@ -181,7 +181,8 @@ def head_scores(scores: Mapping[str, Interval], difference: Interval | None = No
         color = OWN if row == len(scores) - 1 else NEUTRAL
         ax.plot([low, high], [row, row], color=color, linewidth=3, solid_capstyle="round")
         ax.plot(value, row, "o", color=color, markersize=9)
-        ax.annotate(look.number(value), (value, row), (0, 9), textcoords="offset points", ha="center", fontsize=9)
+        where = value if np.isfinite(value) else 0.5  # without both kinds there is no AUC, and no dot
+        ax.annotate(look.number(value), (where, row), (0, 9), textcoords="offset points", ha="center", fontsize=9)
     lows = [low for _, low, _ in scores.values() if np.isfinite(low)]
     ax.axvline(0.5, color="black", linestyle=":", linewidth=1)
     ax.set(xlabel="AUC a breast, out of fold, with its 95 % interval over patients; dotted: chance",

@@ -185,18 +185,20 @@ def drawn(figure) -> FigureCanvasAgg:
 
 
 def texts_that_touch(figure) -> list[tuple[str, str]]:
-    """Pairs of texts of a figure, drawn as it is saved, one of which covers part of the other."""
+    """Pairs of texts of a figure, drawn as it is saved, one of which covers part of the other or reads on from it."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()  # places everything, and takes half the time of a picture
-    shown = [(text.get_text(), text.get_window_extent(renderer)) for text in shown_texts(figure)]
-    return [
-        (a, b)
-        for (a, first), (b, second) in itertools.combinations(shown, 2)
-        if first.x1 - second.x0 > 1
-        and second.x1 - first.x0 > 1
-        and first.y1 - second.y0 > 1
-        and second.y1 - first.y0 > 1
+    shown = [
+        (text.get_text(), text.get_window_extent(renderer), text.get_rotation() == 0) for text in shown_texts(figure)
     ]
+    found = []
+    for (a, first, level), (b, second, _) in itertools.combinations(shown, 2):
+        across = min(first.x1, second.x1) - max(first.x0, second.x0)  # pixels; below 0: so far apart
+        down = min(first.y1, second.y1) - max(first.y0, second.y0)
+        on_one_line = level and down > 0.6 * min(first.height, second.height)
+        if (across > 1 and down > 1) or (across > -2 and on_one_line):
+            found.append((a, b))
+    return found
 
 
 # ---- what is asked of every figure
