@@ -168,11 +168,14 @@ def fold_of(table) -> dict[str, int]:
 
 def test_each_image_is_seen_by_the_model_that_never_saw_its_patient(tmp_path, table, store, fold_of):
     run = write_run(tmp_path / "run", table, store, fold_of)
-    maps, found = heatmaps.OutOfFold(run, table, store), {}
+    blank = store.index.loc[store.index["status"] != "ok", "patient_id"].iloc[0]
+    last = sorted(table["patient_id"].unique())[-1]
+    table = table[table["patient_id"].isin([blank, last, *list(fold_of)[:3]])]
+    maps = heatmaps.OutOfFold(run, table, store)
     found = maps.of(table["image_id"])
     ok = set(store.index.loc[store.index["status"] == "ok", "image_id"])
     expected = table[table["patient_id"].isin(fold_of.keys()) & table["image_id"].isin(ok)]
-    assert set(found) == set(expected["image_id"]) and len(ok) < len(table)  # a blank one is left out
+    assert set(found) == set(expected["image_id"]) and not set(table["image_id"]) <= ok  # a blank one is left out
     by_fold = {fold: models.load_model(run / f"fold{fold}") for fold in (0, 2)}
     for row in expected.groupby("patient_id").head(1).itertuples():
         image = store[int(store.rows_of([row.image_id])[0])]
@@ -184,7 +187,7 @@ def test_each_image_is_seen_by_the_model_that_never_saw_its_patient(tmp_path, ta
     some = expected["image_id"].iloc[[0, -1]].tolist()
     assert list(maps.of(some)) == some and maps.of(["not there"]) == {}
     with pytest.raises(KeyError):
-        maps.model_of(sorted(table["patient_id"].unique())[-1])
+        maps.model_of(last)
 
 
 def test_a_model_of_breasts_is_shown_all_views_though_one_is_asked_for(tmp_path, table, store, fold_of):

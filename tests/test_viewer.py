@@ -83,9 +83,13 @@ def test_a_figure_shows_frames_boxes_images_scores_and_heat(cases, table, store,
 
 
 def test_the_title_says_how_both_breasts_fared(cases, breasts, run, table, store):
+    said_of = set()
     for patient, sides in breasts.groupby("patient_id"):
+        if {*zip(sides["cancer"], sides["score"] >= CUT, strict=True)} <= said_of:
+            continue
         text = title(cases.figure(patient, heat=False))
         for side in sides.itertuples():
+            said_of.add((side.cancer, side.score >= CUT))
             word = {"L": "left", "R": "right"}[side.laterality]
             verdict = {(1, True): ", found", (1, False): ", missed", (0, True): ", a false alarm", (0, False): ""}
             said = verdict[(int(side.cancer), side.score >= CUT)]
@@ -93,6 +97,7 @@ def test_the_title_says_how_both_breasts_fared(cases, breasts, run, table, store
             assert f"{word} breast {label} cancer scores {side.score:.3g}{said}" in text
         known = facts(table[table["patient_id"] == patient].iloc[0])
         assert text.startswith(f"Patient {patient} ({known}): ") and text.endswith("(threshold 0.5)")
+    assert len(said_of) == 4
     without = Cases(run, table, store)  # the run has no summary
     assert math.isnan(without.threshold) and without.kinds == ("cancers", "all")
     text = title(without.figure(breasts["patient_id"].iloc[0], heat=False))
@@ -124,7 +129,7 @@ def test_patients_are_listed_by_kind_the_worst_first(cases, breasts):
 
 def test_without_cancers_the_first_kind_that_there_is(run, table, store, breasts):
     healthy = breasts[breasts["cancer"] == 0]
-    cases = Cases(run, table, store, healthy, threshold=2.0)  # nothing is called
+    cases = Watched(run, table, store, healthy, threshold=2.0)  # nothing is called
     assert cases.patients().index.tolist() == list(dict.fromkeys(healthy["patient_id"]))
     assert Viewer(cases).kind.options == ("all",)
     nobody = viewer.show(run, table, store, healthy.head(0))
@@ -137,11 +142,13 @@ def picture_of(figure: Figure) -> tuple:
 
 
 class Watched(Cases):
-    """Cases that keep what was drawn."""
+    """Cases that keep what was asked for, and draw nothing else than that."""
 
     def figure(self, *arguments) -> Figure:
         self.drawn = [*getattr(self, "drawn", []), arguments]
-        return super().figure(*arguments)
+        figure = Figure(figsize=(2, 1))
+        figure.text(0, 0.5, str(arguments))
+        return figure
 
 
 def test_widgets_choose_what_is_drawn(run, table, store):
@@ -176,7 +183,8 @@ def test_widgets_choose_what_is_drawn(run, table, store):
     assert cases.drawn[-1] == (other, "none", True) and shown.message.value == ""
 
 
-def test_what_goes_wrong_is_said_in_the_viewer(cases, monkeypatch):
+def test_what_goes_wrong_is_said_in_the_viewer(run, table, store, monkeypatch):
+    cases = Watched(run, table, store)
     shown = Viewer(cases)
     before = shown.picture.value
     with monkeypatch.context() as patch:
@@ -196,15 +204,23 @@ def test_it_shows_itself_and_a_picture_where_widgets_are_not_drawn(cases):
 
 def test_without_a_person_it_is_the_figure_of_the_worst(run, table, store, cases):
     figure = viewer.show(run, table, store, threshold=CUT)  # in a test nobody turns a widget
-    worst = cases.patients().index[0]
-    assert isinstance(figure, Figure) and picture_of(figure) == picture_of(cases.figure(worst))
+    assert isinstance(figure, Figure) and picture_of(figure) == picture_of(cases.figure(cases.patients().index[0]))
     other = cases.patients("all").index[-1]
-    assert title(viewer.show(run, table, store, threshold=CUT, patient_id=other)).startswith(f"Patient {other} (")
-    assert isinstance(viewer.show(run, table, store, interactive=True), Viewer)
-    alone = viewer.patient_figure(run, table, store, other, "none", threshold=CUT)
-    assert picture_of(alone) == picture_of(cases.figure(other, "none"))
+    figures = (
+        viewer.show(run, table, None, threshold=CUT, patient_id=other),
+        viewer.patient_figure(run, table, None, other, threshold=CUT),
+    )
+    assert all(title(figure).startswith(f"Patient {other} (") for figure in figures)
     with pytest.raises(ValueError, match=r"the table has no patient 'nobody'; ids are such as '\d+'"):
         viewer.show(run, table, store, patient_id="nobody")
+
+
+def test_with_a_person_it_is_the_viewer(run, table, store, monkeypatch):
+    monkeypatch.setattr(viewer, "Cases", Watched)
+    assert isinstance(viewer.show(run, table, store, interactive=True), Viewer)
+    monkeypatch.setattr(viewer, "is_interactive", lambda: True)
+    shown = viewer.show(run, table, store, patient_id=table["patient_id"].iloc[0])
+    assert shown.cases.drawn == [(table["patient_id"].iloc[0], "first", True)]
 
 
 class Kernel:
