@@ -40,25 +40,57 @@ def write_summary(run: Path) -> dict:
     """Scores the out-of-fold predictions of the folds there are, per breast, and writes them to `summary.json`.
 
     Returns:
-        What was written:
-        - `folds`, `epochs` (of the weights kept), `unfinished` (see `runs.unfinished_folds`), `select`, `prior` (share of
-          positive images in training);
-        - `threshold` and `percentile`: the best on these very scores, so that their F1 flatters;
-        - `by_aggregate`: for each of `metrics.HOWS` the same two, their `naive_f1`, and `nested_f1` with its 95 % interval
-          from `nested_low` to `nested_high`;
-        - `nested`: see `nested.Nested.plain`; None with one fold, and `nested_note` says why;
-        - `epoch_choice`: see `nested.epoch_choice`;
-        - `scores`: see `nested.score_breasts`.
+        What was written, as `summarize` gives it for the mean of a breast's images.
 
     Folds that two processes train may end at the same moment. The one that writes last sees the other's files, since each
     looks again after writing: the summary that stays has both.
     """
     while True:
         before = _written(run)
-        summary = _score(run)
+        summary = summarize(run)
         write_json(run / "summary.json", summary)
         if _written(run) == before:
             return summary
+
+
+def summarize(run: Path, aggregate: str = "mean") -> dict:
+    """Scores the out-of-fold predictions of the folds there are, per breast.
+
+    Args:
+        run: its folder.
+        aggregate: from a breast's images to its score, one of `metrics.HOWS`.
+
+    Returns:
+        - `aggregate`, `folds`, `epochs` (of the weights kept), `unfinished` (see `runs.unfinished_folds`), `select`, `prior`
+          (share of positive images in training);
+        - `threshold` and `percentile`: the best on these very scores, so that their F1 flatters;
+        - `by_aggregate`: for each of `metrics.HOWS` the same two, their `naive_f1`, and `nested_f1` with its 95 % interval
+          from `nested_low` to `nested_high`;
+        - `nested`: see `nested.Nested.plain`; None with one fold, and `nested_note` says why;
+        - `epoch_choice`: see `nested.epoch_choice`;
+        - `scores`: see `nested.score_breasts`.
+    """
+    folders = runs.trained_folds(run)
+    images = runs.read_oof(run)
+    breasts = {how: metrics.to_breast(images, how) for how in metrics.HOWS}
+    models = [runs.read_model(folder) for folder in folders.values()]
+    found = {how: nested.nested_threshold(frame) for how, frame in breasts.items()}
+    by_aggregate = {how: _choice(frame, found[how]) for how, frame in breasts.items()}
+    return {
+        "aggregate": aggregate,
+        "folds": list(folders),
+        "epochs": [model["epoch"] for model in models],
+        "unfinished": {str(fold): state for fold, state in runs.unfinished_folds(run).items()},
+        "select": models[0]["select"],
+        "prior": sum(model["prior"] for model in models) / len(models),
+        "threshold": by_aggregate[aggregate]["threshold"],
+        "percentile": by_aggregate[aggregate]["percentile"],
+        "by_aggregate": by_aggregate,
+        "nested": found[aggregate].plain() if found[aggregate] else None,
+        "nested_note": "" if found[aggregate] else nested.NOT_NESTED,
+        "epoch_choice": _epoch_choice(run, models[0]["select"]),
+        "scores": nested.score_breasts(breasts[aggregate]),
+    }
 
 
 def _written(run: Path) -> dict[Path, tuple]:
@@ -67,29 +99,6 @@ def _written(run: Path) -> dict[Path, tuple]:
     stats = {path: path.stat() for path in run.glob("fold*/*") if path.name in names}
     marks = {path: (found.st_mtime_ns, found.st_ino, found.st_size) for path, found in stats.items()}
     return marks | {path: () for path in run.glob("fold*/last.pt")}
-
-
-def _score(run: Path) -> dict:
-    folders = runs.trained_folds(run)
-    images = runs.read_oof(run)
-    breasts = {how: metrics.to_breast(images, how) for how in metrics.HOWS}
-    models = [runs.read_model(folder) for folder in folders.values()]
-    found = {how: nested.nested_threshold(frame) for how, frame in breasts.items()}
-    by_aggregate = {how: _choice(frame, found[how]) for how, frame in breasts.items()}
-    return {
-        "folds": list(folders),
-        "epochs": [model["epoch"] for model in models],
-        "unfinished": {str(fold): state for fold, state in runs.unfinished_folds(run).items()},
-        "select": models[0]["select"],
-        "prior": sum(model["prior"] for model in models) / len(models),
-        "threshold": by_aggregate["mean"]["threshold"],
-        "percentile": by_aggregate["mean"]["percentile"],
-        "by_aggregate": by_aggregate,
-        "nested": found["mean"].plain() if found["mean"] else None,
-        "nested_note": "" if found["mean"] else nested.NOT_NESTED,
-        "epoch_choice": _epoch_choice(run, models[0]["select"]),
-        "scores": nested.score_breasts(breasts["mean"]),
-    }
 
 
 def _choice(breasts: pd.DataFrame, found: nested.Nested | None) -> dict[str, float | None]:

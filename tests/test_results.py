@@ -217,5 +217,21 @@ def test_the_cells_after_training_where_nothing_is_trained_yet(run, capsys):  # 
     titles = [" ".join(figure._suptitle.get_text().split()) for figure in shown[:4]]
     nothing = "No scores to show"
     assert titles == ["No epoch is finished yet", nothing, nothing, "No scores of breasts with images to show"]
-    assert shown[4].empty and shown[5].empty
+    assert shown[4].empty and shown[5].data.empty
     assert "no epoch is finished yet" in capsys.readouterr().out
+
+
+def test_a_summary_of_another_way_from_images_to_breasts(run):
+    """The file keeps the mean's, by which inference cuts unless it is asked for another way."""
+    rows = pd.concat([make_fold(run, fold, epochs=4, kept=4) for fold in (0, 1)])
+    (run / "config.json").write_text(json.dumps({"settings": {"train": {"epochs": 4, "n_folds": 2}}}))
+    for fold in (0, 1):
+        path = run / f"fold{fold}" / "model.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "select": "last", "prior": 0.2}))
+    highest = rows.groupby(["fold", "patient_id"])[["cancer", "score"]].max()
+    written, found = results.write_summary(run), results.summarize(run, "max")
+    assert json.loads((run / "summary.json").read_text())["aggregate"] == written["aggregate"] == "mean"
+    assert found["scores"]["auc"]["value"] == pytest.approx(roc_auc_score(highest["cancer"], highest["score"]))
+    assert found["by_aggregate"] == written["by_aggregate"]
+    assert found["threshold"] == found["by_aggregate"]["max"]["threshold"] != written["threshold"]
+    assert found["nested"]["f1"]["value"] == found["by_aggregate"]["max"]["nested_f1"]
