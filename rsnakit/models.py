@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import logging
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,13 @@ from timm.models import group_parameters
 from timm.optim import auto_group_layers
 from torch import nn
 
-from rsnakit import hooks, runs, speed, stems, surgery
+from rsnakit import runs, speed
 from rsnakit.fields import check_all
 from rsnakit.files import write_json
 from rsnakit.necks import FPN, Pyramid, as_maps, feature_channels
 from rsnakit.params import setting
-from rsnakit.patching import plain_name
 from rsnakit.pooling import GeM, full_precision, make_pool
+from rsnakit.taming import parse_pool, tame, traces
 from rsnakit.targets import AUXILIARY
 from rsnakit.views import ViewPool
 from rsnakit.weights import (
@@ -101,23 +100,6 @@ def inputs_of(config: ModelConfig) -> tuple[str, ...]:
     """Columns of the table that a model of these settings is fed with, beside pixels: what has to be there, and mean the same,
     in the test set. Auxiliary targets are none: they are learnt, not fed."""
     return ("view",) if config.views == "attention" else ()
-
-
-def parse_pool(text: str) -> tuple[str, tuple[int, int], bool]:
-    """An entry of `ModelConfig.pools` as the arguments of `surgery.insert_pool`: module, kernel (vertical, horizontal),
-    replace.
-
-    Raises:
-        ValueError: it is not written as `name:4x1` or `name:2`, with `:replace` or without.
-    """
-    found = re.fullmatch(r"([^:\s]+):([1-9]\d*)(?:x([1-9]\d*))?(:replace)?", text)
-    if not found:
-        raise ValueError(
-            f"pools: got {text!r}, expected a module's name and a kernel, such as stages.0:2 or stages.0:4x1 (vertical x "
-            "horizontal), and :replace behind it to have the pool in the module's place"
-        )
-    name, vertical, horizontal, replace = found.groups()
-    return name, (int(vertical), int(horizontal or vertical)), bool(replace)
 
 
 class CancerNet(nn.Module):
@@ -260,10 +242,10 @@ def build_model(config: ModelConfig) -> CancerNet:
             "drop_weights=%s is of no effect: weights='none' loads nothing", config.drop_weights
         )
     model = CancerNet(backbone, config)
-    _tame(backbone, config)
+    tame(backbone, config.stem_stride, config.stem_padding, config.pools, config.input_pad, config.input_pad_mode)
     if config.grad_checkpointing:
         speed.checkpoint_blocks(backbone)
-    model.tamed = _taming(model)
+    model.tamed = traces(model)
     return model
 
 
@@ -298,35 +280,6 @@ def _create(backbone: str, **options: object) -> tuple[nn.Module | None, Excepti
             return None, error
 
 
-def _tame(backbone: nn.Module, config: ModelConfig) -> None:
-    """The surgery that the settings ask for; weights and their names stay."""
-    if config.stem_stride or config.stem_padding:
-        sizes = [size[0] if len(size) == 1 else size or None for size in (config.stem_stride, config.stem_padding)]
-        surgery.set_stem(backbone, stride=sizes[0], padding=sizes[1])
-    for pool in config.pools:
-        name, kernel, replace = parse_pool(pool)
-        surgery.insert_pool(backbone, name, kernel, replace)
-    if any(config.input_pad):
-        surgery.pad_input(backbone, config.input_pad, config.input_pad_mode)
-
-
-def _taming(model: nn.Module) -> list[tuple]:
-    """What surgery can change of a model and its state_dict does not show: strides, paddings, and the kit's pads and pools."""
-    found = []
-    for name, module in model.named_modules():
-        name = plain_name(name)
-        if isinstance(module, nn.Conv2d):
-            found.append((name, module.stride, None if stems.pads_itself(module) else stems.padding_of(module)))
-        elif isinstance(module, hooks.Pool):
-            found.append((name, module.kernel))
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, hooks.InputPad):
-                found.append((name, hook.pad, hook.mode))
-            elif isinstance(hook, hooks.PoolBefore):
-                found.append((name, "before", hook.pool.kernel))
-    return found
-
-
 def save_model(model: nn.Module, folder: Path | str, /, **more: object) -> None:
     """Writes a model's weights (`best.safetensors`) and what it is (`model.json`), so that `load_model` rebuilds it.
 
@@ -351,7 +304,7 @@ def save_model(model: nn.Module, folder: Path | str, /, **more: object) -> None:
     taken = sorted(described.keys() & more.keys())
     if taken:
         raise ValueError(f"{', '.join(taken)}: written by save_model itself; give what else there is under other names")
-    now = _taming(inner)
+    now = traces(inner)
     if getattr(inner, "tamed", now) != now:
         warnings.warn(
             f"{folder}: stem, pools or padding of this model were changed after build_model; load_model will rebuild it "

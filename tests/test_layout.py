@@ -19,7 +19,7 @@ LADDER = (
     ),
     (
         "params", "env", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow", "pyramid",
-        "surgery", "families", "necks", "views", "leaks", "subgroups",
+        "surgery", "taming", "families", "necks", "views", "leaks", "subgroups",
     ),
     (
         "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots_groups", "plots_cases", "plots",

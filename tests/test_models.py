@@ -20,11 +20,11 @@ from rsnakit.models import (
     build_model,
     load_model,
     load_weights,
-    parse_pool,
     read_weights,
     save_model,
     save_weights,
 )
+from rsnakit.taming import parse_pool
 from rsnakit.targets import AUXILIARY
 
 TINY = "test_efficientnet"  # 0.1 million parameters; its normalisation is ImageNet's
