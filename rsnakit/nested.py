@@ -15,8 +15,8 @@ from rsnakit import metrics
 from rsnakit.breasts import BREAST, check_breasts, check_columns
 from rsnakit.resampling import N_NUMBERS, Draws, Interval, counts
 
-NAIVE = "threshold chosen on the scored data: naive_f1 is optimistic, expect less on new patients"
-NOT_NESTED = "one fold: there is no other fold to take a threshold from, and naive_f1 is optimistic"
+NAIVE = "the threshold was chosen on the scored data, so that this F1 flatters: expect less on new patients"
+NOT_NESTED = "with one fold there is no other fold to take a threshold from, so that this F1 flatters"
 SELECTED = {"pf1": "f1", "ap": "ap"}  # the score in a history by which `select` keeps an epoch's weights
 
 
