@@ -1,17 +1,21 @@
 """What 05_evaluate reads: a run's out-of-fold scores with what the table says of their breasts, alone and beside other runs."""
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from rsnakit import breasts, data, env, leaks, metrics, models, preprocess, runs
 from rsnakit.breasts import BREAST
 from rsnakit.fields import check_all
-from rsnakit.nested import nested_threshold
+from rsnakit.nested import Nested, nested_threshold
 from rsnakit.params import setting
 from rsnakit.store import Store, StoreError
+from rsnakit.tables import DECIDING
 
 INTERVAL = ["value", "95 % from", "to"]
 SCORES = {"AUC": metrics.auc, "average precision": metrics.average_precision, "pF1 of the raw scores": metrics.pfbeta}
@@ -31,11 +35,65 @@ class EvaluateConfig:
         check_all(self)
 
 
+class Scores(NamedTuple):
+    """Out-of-fold scores of a run.
+
+    Attributes:
+        images: the table's rows of the images that were scored, with `fold`; and with `score` where the model scores images.
+        breasts: a row a breast, as `metrics.to_breast` gives it.
+    """
+
+    images: pd.DataFrame
+    breasts: pd.DataFrame
+
+
+def find_others(work: Path, names: Sequence[str], run: Path) -> dict[str, Path]:
+    """Folders of the runs to compare with, by name; the run itself is left out, with a line that says so.
+
+    Raises:
+        rsnakit.runs.RunError: one is not there.
+    """
+    found = {name: runs.find_run(work, name, is_demo=False) for name in dict.fromkeys(names)}
+    if found.pop(run.name, None):
+        print(f"NOTE: compare: {run.name} is the run itself, and left out")
+    return found
+
+
+def settings_table(folders: Mapping[str, Path]) -> pd.DataFrame:
+    """How each run's folds were made and its weights chosen, which decides what its scores are worth; indexed by `run`.
+
+    Says so where runs were held out in different ways: by patients, or by whole machines.
+    """
+    rows = {}
+    for name, folder in folders.items():
+        settings = runs.read_config(folder)
+        train = settings["train"]
+        rows[name] = {
+            "backbone": settings.get("model", {}).get("backbone"),
+            "folds scored": f"{len(runs.trained_folds(folder))} of {train.get('n_folds')}",
+            **{name: train.get(name) for name in ("split", "seed", "epochs", "select")},
+        }
+    table = pd.DataFrame.from_dict(rows, "index").rename_axis("run")
+    if table["split"].nunique(dropna=False) > 1:
+        print("NOTE: these runs were not held out alike (split): new machines are harder than new patients")
+    return table
+
+
+def check_patient(patient_id: str, images: pd.DataFrame) -> None:
+    """Stops (ValueError) where a patient that is to be shown is not among the images; empty: whichever is shown."""
+    if patient_id and patient_id not in set(images["patient_id"]):
+        near = difflib.get_close_matches(patient_id, images["patient_id"].unique(), 3, cutoff=0.0)
+        raise ValueError(
+            f"patient: no {patient_id!r} among {images['patient_id'].nunique():,} scored ones; near it: {near}"
+        )
+
+
 def table_of(run: Path, competition: Path) -> pd.DataFrame:
     """The training table that a run was trained on: all of it, or the few patients of a run with debug.
 
     Raises:
-        rsnakit.runs.RunError: the competition's images, labels, views or sites are not those that the run was trained on.
+        rsnakit.runs.RunError: the competition's images, or what training depends on of them (`tables.DECIDING`), are not
+            those that the run was trained on.
     """
     settings = runs.read_config(run)
     table = data.load_table(competition, "train")
@@ -43,41 +101,39 @@ def table_of(run: Path, competition: Path) -> pd.DataFrame:
         table = data.debug_subset(table)
     if data.fingerprint(table) != settings["data"]:
         raise runs.RunError(
-            f"{run.name}: trained on other images, labels, views or sites than {competition / 'train.csv'} has. Give data_dir "
-            "the competition that it was trained on, or run= another run; 03_train trains one on this data."
+            f"{run.name}: trained on other data than {competition / 'train.csv'} has: the images differ, or one of their "
+            f"{', '.join(DECIDING)}. Give data_dir the competition that it was trained on, or run= another run; 03_train "
+            "trains one on this data."
         )
     return table
 
 
-def scored_images(run: Path, table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the table that a run has out-of-fold scores of, with `fold` and `score`; where the model scores breasts, each
-    image has its breast's score.
+def read_scores(run: Path, table: pd.DataFrame, how: str = "mean") -> Scores:
+    """A run's out-of-fold scores, joined to the table.
+
+    Args:
+        run: its folder.
+        table: as `table_of` gives it.
+        how: from a breast's images to its score; without effect where the model scores whole breasts.
 
     Raises:
-        rsnakit.runs.RunError: no fold is trained, or an image of `oof.csv` is not in the table.
+        rsnakit.runs.RunError: no fold is trained, or `oof.csv` has images, breasts or labels that the table has not.
     """
     oof = runs.read_oof(run)
     if oof.empty:
         raise runs.RunError(f"{run}: no fold with out-of-fold scores yet; 03_train makes them")
-    whole = (oof["image_id"] == "").all()
-    keys = BREAST if whole else ["image_id"]
-    found = table.merge(oof[[*keys, "fold", "score"]], on=keys, validate="many_to_one")
-    missing = len(oof) - len(found[keys].drop_duplicates())
-    if missing:
+    by_breast = (oof["image_id"] == "").all()
+    keys = BREAST if by_breast else ["image_id"]
+    taken = [*keys, "fold"] if by_breast else [*keys, "fold", "score"]
+    images = table.merge(oof[taken], on=keys, validate="many_to_one")
+    labels = images[[*keys, "cancer"]].drop_duplicates().merge(oof[[*keys, "cancer"]], on=keys, suffixes=("", "_then"))
+    missing, other = len(oof) - len(labels), int((labels["cancer"] != labels["cancer_then"]).sum())
+    if missing or other:
         raise runs.RunError(
-            f"{run}: {missing} of {len(oof)} rows of oof.csv are not in the table; delete the folds and train again"
+            f"{run}: of {len(oof)} rows of oof.csv {missing} are not in the table, and {other} have another label there. Give "
+            "data_dir the competition that it was trained on; if it is, delete the folds and train again."
         )
-    return found
-
-
-def read_other(work: Path, name: str, competition: Path, how: str = "mean") -> pd.DataFrame:
-    """Out-of-fold scores of another run on the same competition, a row a breast, to be compared with.
-
-    Raises:
-        rsnakit.runs.RunError: there is no such run, or it was trained on other data.
-    """
-    run = runs.find_run(work, name, is_demo=False)
-    return metrics.to_breast(scored_images(run, table_of(run, competition)), how)
+    return Scores(images, metrics.to_breast(oof, how))
 
 
 def with_pixels(images: pd.DataFrame, store: Store | None) -> pd.DataFrame:
@@ -201,38 +257,57 @@ def blends(scored: Mapping[str, pd.DataFrame], n: int = 1000, seed: int = 0) -> 
     return pd.DataFrame.from_dict(rows, "index").rename_axis("scores of").round(3)
 
 
-def operating_points(frame: pd.DataFrame, thresholds: Mapping[int, float] | None) -> dict[str, float]:
-    """Thresholds to mark in a figure, by what they are: the mean of the nested ones, the one that is best on these very
-    scores, and those of 90 % sensitivity and of 90 % specificity.
+def operating_points(frame: pd.DataFrame, threshold: float, nested: Nested | None) -> dict[str, float | np.ndarray]:
+    """Points to mark in a figure, by what they are: thresholds, and first the calls (N,) bool of each fold at the threshold of
+    the others, where there are several folds.
 
     Args:
         frame: a row a breast, with cancer and score.
-        thresholds: by fold, each chosen on the other folds; None where there are none.
+        threshold: that 04_inference takes.
     """
     labels, scores = frame["cancer"], frame["score"]
-    points = {"mean of the folds' nested ones": sum(thresholds.values()) / len(thresholds)} if thresholds else {}
-    points["best F1 on these scores"] = metrics.best_threshold(labels, scores)[0]
-    points["90 % sensitivity"] = metrics.threshold_of_sensitivity(labels, scores, 0.9)
-    points["90 % specificity"] = metrics.threshold_of_specificity(labels, scores, 0.9)
-    return points
+    return {
+        **({"each fold at the others' threshold": nested.called} if nested else {}),
+        "04's threshold": threshold,
+        "90 % sensitivity": metrics.threshold_of_sensitivity(labels, scores, 0.9),
+        "90 % specificity": metrics.threshold_of_specificity(labels, scores, 0.9),
+    }
 
 
-def quantities(frame: pd.DataFrame, threshold: float, n: int = 1000, seed: int = 0) -> pd.DataFrame:
-    """What a threshold and a score mean beyond F1, with 95 % intervals over patients; indexed by what it is.
+def quantities(
+    frame: pd.DataFrame, threshold: float, nested: Nested | None, n: int = 1000, seed: int = 0
+) -> pd.DataFrame:
+    """What calls and scores mean beyond F1, with 95 % intervals over patients; indexed by what it is.
+
+    Sensitivity, specificity and recall rate are those of each fold's calls at the threshold of the other folds, as new patients
+    are to expect them; then those at the threshold that 04_inference takes, which was chosen on these very scores.
 
     Args:
         frame: a row a breast, with patient_id, cancer and score.
-        threshold: scores at or above it are called positive.
+        threshold: that 04_inference takes.
+        nested: as `nested.nested_threshold` gives it; None with one fold, and then these rows are missing.
     """
-    wanted = {
-        "sensitivity at 90 % specificity": metrics.SensitivityAt(0.9),
-        "specificity at 90 % sensitivity": metrics.SpecificityAt(0.9),
-        f"sensitivity at the threshold {threshold:.3g}": metrics.SensitivityOf(threshold),
-        f"specificity at the threshold {threshold:.3g}": metrics.SpecificityOf(threshold),
-        f"recall rate at the threshold {threshold:.3g}, share of all that is called": metrics.RecallRateAt(threshold),
-        "Brier score, 0 is best": metrics.brier,
-        "expected calibration error, 0 is best": metrics.calibration_error,
+    called = frame["score"] >= threshold
+    rows = _at("each fold at the others' threshold", nested.called) if nested else {}
+    rows |= _at(f"04's threshold {threshold:.3g} (flatters)", called)
+    rows |= {
+        "sensitivity at 90 % specificity": (frame["score"], metrics.SensitivityAt(0.9)),
+        "specificity at 90 % sensitivity": (frame["score"], metrics.SpecificityAt(0.9)),
+        "Brier score, 0 is best": (frame["score"], metrics.brier),
+        "expected calibration error, 0 is best (resampling adds some)": (frame["score"], metrics.calibration_error),
     }
-    columns = (frame["cancer"], frame["score"], frame["patient_id"])
-    rows = {name: tuple(metrics.bootstrap(*columns, statistic, n=n, seed=seed)) for name, statistic in wanted.items()}
-    return pd.DataFrame.from_dict(rows, "index", columns=INTERVAL).round(3)
+    found = {
+        name: tuple(metrics.bootstrap(frame["cancer"], scores, frame["patient_id"], statistic, n=n, seed=seed))
+        for name, (scores, statistic) in rows.items()
+    }
+    return pd.DataFrame.from_dict(found, "index", columns=INTERVAL).round(3)
+
+
+def _at(where: str, called: np.ndarray | pd.Series) -> dict[str, tuple]:
+    """What calls come to, as scores and statistics by name."""
+    calls = np.asarray(called, dtype=float)
+    return {
+        f"sensitivity, {where}": (calls, metrics.SensitivityOf(0.5)),
+        f"specificity, {where}": (calls, metrics.SpecificityOf(0.5)),
+        f"recall rate (share of all that is called), {where}": (calls, metrics.RecallRateAt(0.5)),
+    }

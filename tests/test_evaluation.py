@@ -12,6 +12,7 @@ from sklearn.metrics import average_precision_score, brier_score_loss, confusion
 from rsnakit import data, evaluation, runs
 from rsnakit.breasts import BREAST
 from rsnakit.env import RunConfig
+from rsnakit.nested import nested_threshold
 from rsnakit.preprocess import PreprocessConfig
 from rsnakit.runs import OOF_COLUMNS
 from rsnakit.tables import TableError
@@ -20,9 +21,9 @@ from rsnakit.tables import TableError
 def make_run(folder: Path, table: pd.DataFrame, seed: int = 0, by_breast: bool = False, **settings) -> Path:
     """A run of two folds as training leaves it, as far as an evaluation reads it, with scores that know a little."""
     rng = np.random.default_rng(seed)
-    settings = {"data": data.fingerprint(table), "debug": False, "is_demo": True, **settings}
+    known = {"train": {"epochs": 1}, "data": data.fingerprint(table), "debug": False, "is_demo": True}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"settings": {"train": {"epochs": 1}, **settings}}))
+    (folder / "config.json").write_text(json.dumps({"settings": {**known, **settings}}))
     rows = table.assign(fold=data.make_folds(table, 2, 0))
     rows = data.per_breast(rows) if by_breast else rows
     rows = rows.assign(score=(0.3 * rows["cancer"] + 0.7 * rng.random(len(rows))).round(3))[OOF_COLUMNS]
@@ -42,27 +43,30 @@ def run(tmp_path, table) -> Path:
 
 def test_scores_come_with_all_that_the_table_says(run, table, competition):
     pd.testing.assert_frame_equal(evaluation.table_of(run, competition), table)
-    found = evaluation.scored_images(run, table).set_index("image_id")
-    oof = runs.read_oof(run).set_index("image_id")
+    images, breasts = evaluation.read_scores(run, table, "max")
+    found, oof = images.set_index("image_id"), runs.read_oof(run).set_index("image_id")
     assert len(found) == len(oof) == len(table)
     pd.testing.assert_frame_equal(found.loc[oof.index, ["fold", "cancer", "score"]], oof[["fold", "cancer", "score"]])
     pd.testing.assert_series_equal(found["machine_id"], table.set_index("image_id")["machine_id"])
+    highest = oof.groupby(BREAST)["score"].max()
+    pd.testing.assert_series_equal(breasts.set_index(BREAST)["score"], highest, check_like=True)
 
 
-def test_images_have_their_breasts_score_where_the_model_scores_breasts(tmp_path, table):
+@pytest.mark.parametrize("how", ["mean", "noisy_or"])
+def test_a_model_that_scores_breasts_has_one_score_a_breast(tmp_path, table, how):
     run = make_run(tmp_path / "breasts", table, by_breast=True)
-    found = evaluation.scored_images(run, table)
-    assert len(found) == len(table)
-    oof = runs.read_oof(run).set_index(BREAST)["score"]
-    assert (found.groupby(BREAST)["score"].nunique() == 1).all()
-    for row in found.itertuples():
-        assert row.score == oof[row.patient_id, row.laterality]
+    images, breasts = evaluation.read_scores(run, table, how)
+    assert images["image_id"].tolist() == table["image_id"].tolist() and "score" not in images
+    pd.testing.assert_series_equal(
+        breasts.set_index(BREAST)["score"], runs.read_oof(run).set_index(BREAST)["score"], check_like=True
+    )
 
 
 def test_a_run_of_other_data_is_refused(tmp_path, table, competition):  # V04
-    other = table.assign(cancer=1 - table["cancer"])
-    with pytest.raises(runs.RunError, match=r"other: trained on other images, labels, .*03_train trains one"):
-        evaluation.table_of(make_run(tmp_path / "other", other), competition)
+    for name, values in {"cancer": 1 - table["cancer"], "density": "", "machine_id": 7}.items():
+        made = make_run(tmp_path / name, table.assign(**{name: values}))
+        with pytest.raises(runs.RunError, match=rf"{name}: trained on other data .*: .*\b{name}\b.*03_train trains one"):
+            evaluation.table_of(made, competition)
 
 
 def test_a_run_with_debug_is_of_a_few_patients(tmp_path, table, competition):
@@ -71,16 +75,44 @@ def test_a_run_with_debug_is_of_a_few_patients(tmp_path, table, competition):
     pd.testing.assert_frame_equal(evaluation.table_of(run, competition), few)
 
 
-def test_rows_that_are_not_in_the_table(run, table):
-    missing = table.iloc[3:]
-    with pytest.raises(runs.RunError, match=rf"3 of {len(table)} rows of oof\.csv are not in the table"):
-        evaluation.scored_images(run, missing)
+def test_rows_that_are_not_in_the_table_or_have_another_label(run, table):
+    with pytest.raises(
+        runs.RunError, match=rf"of {len(table)} rows of oof\.csv 3 are not in the table, and 0 have another"
+    ):
+        evaluation.read_scores(run, table.iloc[3:])
+    breast = table["breast_id"] == table["breast_id"].iloc[0]
+    with pytest.raises(runs.RunError, match=rf"0 are not in the table, and {breast.sum()} have another label"):
+        evaluation.read_scores(run, table.assign(cancer=table["cancer"].where(~breast, 1 - table["cancer"])))
+
+
+def test_how_runs_were_held_out_stands_beside_them(tmp_path, table, capsys):
+    same = {"n_folds": 2, "seed": 0, "epochs": 1, "select": "last"}
+    one = make_run(tmp_path / "runs" / "one", table, train={**same, "split": "patient"}, model={"backbone": "a"})
+    other = make_run(tmp_path / "runs" / "other", table, train={**same, "split": "machine"}, model={"backbone": "b"})
+    found = evaluation.settings_table({"one": one, "other": other})
+    assert "not held out alike (split)" in capsys.readouterr().out
+    assert found["split"].to_dict() == {"one": "patient", "other": "machine"}
+    assert found["folds scored"].tolist() == ["2 of 2", "2 of 2"] and found["backbone"].tolist() == ["a", "b"]
+    evaluation.settings_table({"one": one})
+    assert not capsys.readouterr().out
+
+
+def test_other_runs_and_a_patient_are_looked_for_before_the_work(tmp_path, table, capsys):
+    one, other = (make_run(tmp_path / "runs" / name, table) for name in ("one", "other"))
+    assert evaluation.find_others(tmp_path, ("other", "one", "other"), one) == {"other": other}
+    assert "compare: one is the run itself" in capsys.readouterr().out
+    with pytest.raises(runs.RunError, match=r"none: no run with a trained fold here; runs there are: one, other"):
+        evaluation.find_others(tmp_path, ("none",), one)
+    evaluation.check_patient("", table)
+    evaluation.check_patient(table["patient_id"].iloc[0], table)
+    with pytest.raises(ValueError, match=r"patient: no 'nobody' among 16 scored ones; near it: "):
+        evaluation.check_patient("nobody", table)
 
 
 def test_no_fold_is_trained(tmp_path, table):
     (tmp_path / "config.json").write_text(json.dumps({"settings": {"train": {"epochs": 1}}}))
     with pytest.raises(runs.RunError, match="no fold with out-of-fold scores yet; 03_train makes them"):
-        evaluation.scored_images(tmp_path, table)
+        evaluation.read_scores(tmp_path, table)
 
 
 def test_without_a_store_there_are_scores_and_no_pictures(tmp_path, table, competition, capsys):
@@ -144,32 +176,41 @@ def test_blends_are_scored_beside_what_they_are_of():
 
 def test_operating_points_are_where_they_say():
     frame = breasts_of(3, n=400)
-    labels, scores = frame["cancer"].to_numpy(), frame["score"].to_numpy()
-    points = evaluation.operating_points(frame, {0: 0.4, 1: 0.5, 2: 0.6})
-    assert points["mean of the folds' nested ones"] == pytest.approx(0.5)
+    labels, scores, found = frame["cancer"].to_numpy(), frame["score"].to_numpy(), nested_threshold(frame, n=10)
+    points = evaluation.operating_points(frame, 0.45, found)
+    assert (
+        list(points)[:2] == ["each fold at the others' threshold", "04's threshold"]
+        and points["04's threshold"] == 0.45
+    )
+    np.testing.assert_array_equal(points["each fold at the others' threshold"], found.called)
     false, true, cuts = roc_curve(labels, scores, drop_intermediate=False)
     assert points["90 % sensitivity"] == cuts[true >= 0.9].max()
     assert points["90 % specificity"] == cuts[false <= 0.1].min()
-    assert "mean of the folds' nested ones" not in evaluation.operating_points(frame, None)
+    assert next(iter(evaluation.operating_points(frame, 0.45, None))) == "04's threshold"
 
 
 def test_quantities_are_those_of_sklearn():
     frame = breasts_of(4, n=400)
-    labels, scores = frame["cancer"].to_numpy(), frame["score"].to_numpy()
-    found = evaluation.quantities(frame, 0.5, n=200)
-    (tn, fp), (fn, tp) = confusion_matrix(labels, scores >= 0.5)
+    labels, scores, found = frame["cancer"].to_numpy(), frame["score"].to_numpy(), nested_threshold(frame, n=10)
+    expected = []
+    for called in (found.called, scores >= 0.5):
+        (tn, fp), (fn, tp) = confusion_matrix(labels, called)
+        expected += [tp / (tp + fn), tn / (tn + fp), (tp + fp) / len(labels)]
     false, true, _ = roc_curve(labels, scores, drop_intermediate=False)
-    expected = [true[false <= 0.1].max(), 1 - false[true >= 0.9].min(), tp / (tp + fn), tn / (tn + fp),
-                (tp + fp) / len(labels), brier_score_loss(labels, scores)]  # fmt: skip
-    np.testing.assert_allclose(found["value"].iloc[:6], expected, atol=0.0005)
-    assert (found["95 % from"] <= found["value"]).all() and (found["value"] <= found["to"]).all()
+    expected += [true[false <= 0.1].max(), 1 - false[true >= 0.9].min(), brier_score_loss(labels, scores)]
+    table = evaluation.quantities(frame, 0.5, found, n=200)
+    np.testing.assert_allclose(table["value"].iloc[:9], expected, atol=0.0005)
+    inside = table.iloc[:9]
+    assert (inside["95 % from"] <= inside["value"]).all() and (inside["value"] <= inside["to"]).all()
+    alone = evaluation.quantities(frame, 0.5, None, n=200)
+    pd.testing.assert_frame_equal(alone, table.iloc[3:])
 
 
 def test_a_leak_among_the_inputs_stops_an_evaluation(run, table, competition, store, monkeypatch):
     monkeypatch.setattr(runs, "rebuild", lambda *_: None)
     monkeypatch.setattr(evaluation.models, "inputs_of", lambda _: ("BIRADS",))
     with pytest.raises(TableError, match="BIRADS"):
-        evaluation.check(run, evaluation.scored_images(run, table), store, competition)
+        evaluation.check(run, evaluation.read_scores(run, table).images, store, competition)
 
 
 def test_the_config_refuses_what_it_cannot_do():
