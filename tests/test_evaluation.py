@@ -65,7 +65,7 @@ def test_a_model_that_scores_breasts_has_one_score_a_breast(tmp_path, table, how
 def test_a_run_of_other_data_is_refused(tmp_path, table, competition):  # V04
     for name, values in {"cancer": 1 - table["cancer"], "density": "", "machine_id": 7}.items():
         made = make_run(tmp_path / name, table.assign(**{name: values}))
-        with pytest.raises(runs.RunError, match=rf"{name}: trained on other data .*: .*\b{name}\b.*03_train trains one"):
+        with pytest.raises(runs.RunError, match=rf"{name}: trained on other .*: .*\b{name}\b.*03_train trains one"):
             evaluation.table_of(made, competition)
 
 
