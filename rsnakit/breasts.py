@@ -125,6 +125,24 @@ def check_breasts(frame: pd.DataFrame) -> None:
         )
 
 
+def folds_of(frame: pd.DataFrame) -> np.ndarray:
+    """The column `fold` of a table as whole numbers, (N,) int.
+
+    Raises:
+        ValueError: there is no such column, or a value is missing, text that is no number, or between two numbers.
+    """
+    check_columns(frame, ["fold"])
+    folds = pd.to_numeric(frame["fold"], errors="coerce").to_numpy(dtype=float, na_value=math.nan)
+    whole = np.isfinite(folds) & (folds == np.floor(folds))
+    if not whole.all():
+        row = int(np.argmin(whole))
+        raise ValueError(
+            f"{int((~whole).sum())} of {len(frame)} rows have no whole number as fold: that of {name_of(frame, row)} is "
+            f"{frame['fold'].iloc[row]!r}; expected 0, 1, 2 and so on"
+        )
+    return folds.astype(int)
+
+
 def name_of(frame: pd.DataFrame, row: int) -> str:
     """How a message calls a row, counted from 0: `image 4 of breast 12_L`, or `breast 12_L (row 3)` without images."""
     record = frame.iloc[row]

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 
-from rsnakit.breasts import BREAST, check_breasts, check_columns
+from rsnakit.breasts import BREAST, check_breasts, check_columns, folds_of
 from rsnakit.resampling import wilson
 from rsnakit.scoring import checked
 
@@ -83,7 +83,7 @@ def cross_fitted(breasts: pd.DataFrame, how: str, seed: int = 0) -> np.ndarray:
     check_columns(breasts, [*BREAST, "fold", "cancer", "score"])
     check_breasts(breasts)
     labels, scores = checked(breasts["cancer"], breasts["score"])
-    parts = breasts["fold"].to_numpy()
+    parts = folds_of(breasts)
     if len(breasts) and len(np.unique(parts)) < 2:
         parts = _parts(breasts, seed)
         if len(np.unique(parts)) < 2:

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from rsnakit import metrics
-from rsnakit.breasts import BREAST, check_breasts, check_columns
+from rsnakit.breasts import BREAST, check_breasts, check_columns, folds_of
 from rsnakit.resampling import N_NUMBERS, Draws, Interval, counts
 
 NAIVE = "the threshold was chosen on the scored data, so that this F1 flatters: expect less on new patients"
@@ -252,10 +252,7 @@ def _best_epoch(curve: pd.Series) -> int:
 def _folded(breasts: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Labels (N,) bool, scores (N,) and folds (N,) of a table with a row a breast."""
     labels, scores = _labelled(breasts)
-    check_columns(breasts, ["fold"])
-    if breasts["fold"].isna().any():
-        raise ValueError(f"{int(breasts['fold'].isna().sum())} breasts have no fold; expected a number each")
-    return labels, scores, breasts["fold"].to_numpy(dtype=int)
+    return labels, scores, folds_of(breasts)
 
 
 def _labelled(frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:

@@ -244,3 +244,29 @@ class TestCombine:
         longer = pd.concat([three_breasts([0, 0, 0]), three_breasts([0, 0, 0], patient_id=["1", "1", "2"])])
         with pytest.raises(ValueError, match="3 breasts are not in table 1, 1_L, 1_R, 2_L among them"):
             breasts.combine([three_breasts([0, 0, 0]), longer])
+
+
+class TestFoldsOf:
+    @pytest.mark.parametrize("values", [[0, 1, 0, 1, 0], [0.0, 1.0, 0.0, 1.0, 0.0], ["0", "1", "0", "1", "0"]])
+    def test_whole_numbers_however_they_are_kept(self, values):
+        assert breasts.folds_of(images(fold=values)).tolist() == [0, 1, 0, 1, 0]
+
+    @pytest.mark.parametrize(
+        ("values", "found"),
+        [
+            ([0, 1, "a", 1, 0], "'a'"),
+            ([0.0, 1.0, 0.7, 1.0, 0.0], "0.7"),  # cut to 0 it would be scored with fold 0
+            ([0.0, 1.0, math.nan, 1.0, 0.0], "nan"),
+            ([0.0, 1.0, math.inf, 1.0, 0.0], "inf"),
+            (pd.array([0, 1, None, 1, 0], dtype="Int64"), "<NA>"),
+        ],
+    )
+    def test_what_is_no_fold_is_named(self, values, found):
+        with pytest.raises(
+            ValueError, match=rf"1 of 5 rows .* that of image 3 of breast 7_L is .*{found}.*; expected 0, 1"
+        ):
+            breasts.folds_of(images(fold=values))
+
+    def test_no_such_column(self):
+        with pytest.raises(ValueError, match=r"columns \['fold'\] are missing"):
+            breasts.folds_of(images().drop(columns="fold"))

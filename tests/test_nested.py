@@ -151,7 +151,7 @@ class TestNestedThreshold:
     def test_refused(self):
         with pytest.raises(ValueError, match="'fold'"):
             nested.nested_threshold(drawn_breasts(5))
-        with pytest.raises(ValueError, match="10 breasts have no fold"):
+        with pytest.raises(ValueError, match=r"10 of .* rows have no whole number as fold"):
             nested.nested_threshold(drawn_breasts(5).assign(fold=None))
         with pytest.raises(ValueError, match=r"breast 0_L .row 10. is not its breast's only row"):
             nested.nested_threshold(pd.concat([folded(5)] * 2))
