@@ -1,6 +1,7 @@
 """Figures of single cases: the worst mistakes, and all views of a patient, with what the model saw over them.
 
-Heat maps are drawn in the colour of cancer, as strong as the map says: they show what spoke for cancer.
+Heat maps are drawn in a colour of their own, `HEAT`, as strong as the map says: they show what spoke for cancer. The colours
+of cancer and of no cancer are those of frames.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from rsnakit import look
-from rsnakit.look import CANCER, LABEL_COLORS, WIDTH
+from rsnakit.look import LABEL_COLORS, WIDTH
 from rsnakit.metrics import BREAST
 from rsnakit.store import Store
 
@@ -25,6 +26,8 @@ COLUMNS = 6  # images of a patient side by side
 ACROSS = 4  # breasts side by side, in two views each: narrower than that nothing is seen
 STRENGTH = 0.5  # of a heat map at its largest value: what lies below is still seen
 HALF = 0.5  # of a heat map's largest value
+HEAT, HEAT_NAME = "#F0E442", "yellow"  # seen on black and on grey, and unlike any frame
+NO_HEAT = "nothing spoke\nfor cancer"  # of a heat map that is zero everywhere
 FACTS = {"age": "age", "density": "density", "site_id": "site", "machine_id": "machine"}  # columns of a table, in words
 
 
@@ -104,7 +107,8 @@ def worst_mistakes(
     columns = 2 * min(int(counts.max()), ACROSS)
     rows = {label: -(-2 * count // columns) for label, count in counts.items()}  # of images, each kind
     cell = min(0.93 * WIDTH / columns, 2.0)  # inches
-    below = 0.13 * max(_below(row).count("\n") + 1 for row in shown.to_dict("records"))
+    texts = {row["image_id"]: _below(row, heatmaps.get(row["image_id"])) for row in shown.to_dict("records")}
+    below = 0.13 * max(text.count("\n") + 1 for text in texts.values())
     height = sum(rows.values()) * (cell * store.shape[0] / store.shape[1] + 0.45 + below) + 0.8
     size = (max(columns * cell / 0.93, 7), height)
     figure, axes = plt.subplots(sum(rows.values()), columns, figsize=size, squeeze=False)
@@ -119,13 +123,15 @@ def worst_mistakes(
                 ax.set_axis_on()
                 framed(ax, store[int(row)], text, LABEL_COLORS[label])
                 show_heat(ax, heatmaps.get(view["image_id"]))
-                ax.set_xlabel(_below(view), fontsize=8, loc="left")
+                ax.set_xlabel(texts[view["image_id"]], fontsize=8, loc="left")
         places[0].set_ylabel("cancer, lowest scores" if label else "no cancer, highest scores")
     there = breasts.merge(images[BREAST].drop_duplicates(), on=BREAST)
     lost = len(breasts) - len(there)
     note = f" ({lost:,} breasts without pixels are not shown)" if lost else ""
-    seen = ". Orange: what spoke for cancer in each image" if heatmaps else ""
-    return look.titled(figure, _mistakes_title(breasts, threshold) + note + seen)
+    seen = _say_heat([heatmaps.get(image_id) for image_id in texts])
+    return look.titled(
+        figure, ". ".join(filter(None, [_mistakes_title(breasts, threshold) + note, look.capital(seen)]))
+    )
 
 
 @look.styled
@@ -153,11 +159,11 @@ def patient(views: Sequence[View], title: str, window: str = "first") -> Figure:
     for number, view in enumerate(views):
         band, column = divmod(number, columns)
         _draw_view(*axes[2 * band : 2 * band + 2, column], view, cell)
-    heat = any(view.heat is not None for view in views)
+    seen = _say_heat([view.heat for view in views if view.image is not None])
     if views[0].frame is not None:
         axes[0][0].set_ylabel(f"frame, window {window}")
     if views[0].image is not None:
-        axes[1][0].set_ylabel("what the model is shown" + heat * "\norange: what spoke for cancer")
+        axes[1][0].set_ylabel("\n".join(filter(None, ["what the model is shown", seen.replace("; ", "\n")])))
     return look.titled(figure, title)
 
 
@@ -174,6 +180,8 @@ def _draw_view(above: Axes, below: Axes, view: View, inches: float) -> None:
         draw_box(above, view.box, view.frame.shape, view.shape or view.frame.shape)
     if view.image is not None:
         show_heat(below, view.heat)
+        if is_empty(view.heat):
+            below.set_xlabel(NO_HEAT, fontsize=8, loc="left")
     if view.note:
         ax = below if view.image is None else above
         ax.text(0.5, 0.5, _wrapped(view.note, inches), ha="center", va="center", fontsize=8, transform=ax.transAxes)
@@ -217,20 +225,36 @@ def show_heat(ax: Axes, heat: np.ndarray | None) -> None:
     step = max(1, max(heat.shape) // 1000)  # as look.show_image thins out
     heat = heat[::step, ::step]
     colors = np.empty((*heat.shape, 4), np.float32)
-    colors[..., :3], colors[..., 3] = to_rgb(CANCER), STRENGTH * heat
+    colors[..., :3], colors[..., 3] = to_rgb(HEAT), STRENGTH * heat
     ax.imshow(colors, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest")
     if heat.min() < HALF < heat.max():
-        ax.contour(np.arange(0, width, step), np.arange(0, height, step), heat, [HALF], colors=CANCER, linewidths=1)
+        ax.contour(np.arange(0, width, step), np.arange(0, height, step), heat, [HALF], colors=HEAT, linewidths=1)
     ax.set(xticks=[], yticks=[], anchor="N")
+
+
+def is_empty(heat: np.ndarray | None) -> bool:
+    """Whether there is a heat map, and nothing in it."""
+    return heat is not None and not (heat > 0).any()
+
+
+def _say_heat(heats: Sequence[np.ndarray | None]) -> str:
+    """What the heat maps of a figure's images come to, of which nothing is said where there are none."""
+    known = [heat for heat in heats if heat is not None]
+    empty = sum(map(is_empty, known))
+    if not known:
+        return ""
+    if empty == len(known):
+        return f"no heat: nothing spoke for cancer in any of {look.counted(empty, 'image')}"
+    return f"{HEAT_NAME}: what spoke for cancer" + (f"; nothing in {empty:,} of {len(known):,} images" if empty else "")
 
 
 def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _below(row: Mapping) -> str:
-    """Facts as they stand below an image, which is narrow: of the woman, and of where the image was made."""
-    lines = facts(row, ("age", "density")), facts(row, ("site_id", "machine_id"))
+def _below(row: Mapping, heat: np.ndarray | None) -> str:
+    """What stands below an image, which is narrow: facts of the woman and of the machine, and an empty heat map."""
+    lines = facts(row, ("age", "density")), facts(row, ("site_id", "machine_id")), NO_HEAT if is_empty(heat) else ""
     return "\n".join(filter(None, lines))
 
 

@@ -6,10 +6,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from figures import TABLE, Pictures, make_views, scored, title
+from figures import OKABE_ITO, TABLE, Pictures, faults, make_views, scored, title
 from matplotlib.colors import to_rgb
 
-from rsnakit import plots, plots_cases
+from rsnakit import look, plots, plots_cases
 
 
 def test_the_images_of_the_worst_mistakes_are_those_that_are_drawn():
@@ -37,12 +37,36 @@ def test_heat_lies_over_the_images_that_have_one():
     colors = axes[5].images[1].get_array()
     assert axes[5].images[1].get_extent() == axes[5].images[0].get_extent() == [-0.5, 31.5, 63.5, -0.5]
     np.testing.assert_allclose(colors[..., 3], 0.5 * heat)
-    np.testing.assert_allclose(colors[12, 5, :3], to_rgb(plots.CANCER), atol=1e-6)
+    np.testing.assert_allclose(colors[12, 5, :3], to_rgb(look.CROP), atol=1e-6)
     (line,) = axes[5].collections  # round what is above a half: half a pixel outside of the block
     (path,) = line.get_paths()
     assert path.get_extents().bounds == pytest.approx((3.5, 9.5, 4, 10))
-    assert "Orange: what spoke for cancer" in title(figure)
-    assert "Orange" not in title(plots.worst_mistakes(breasts, TABLE, Pictures()))
+    assert title(figure).endswith(". Yellow: what spoke for cancer")
+    assert "Yellow" not in title(plots.worst_mistakes(breasts, TABLE, Pictures()))
+
+
+def test_heat_has_a_colour_that_no_frame_has():
+    assert plots_cases.HEAT not in plots.LABEL_COLORS.values() and plots_cases.HEAT in OKABE_ITO
+
+
+@pytest.mark.parametrize("empty", [1, 4])
+def test_images_in_which_nothing_spoke_for_cancer_are_said_and_counted(empty):
+    breasts, nothing = scored(TABLE), np.zeros((64, 32), np.float32)
+    shown = plots.worst_images(breasts, TABLE)["image_id"].tolist()
+    maps = dict(zip(shown, [*[nothing] * empty, *[np.eye(64, 32, dtype=np.float32)] * (4 - empty)], strict=False))
+    figure = plots.worst_mistakes(breasts, TABLE, Pictures(), heatmaps=maps)
+    below = [ax.get_xlabel() for ax in figure.axes if ax.images]
+    assert ["nothing spoke\nfor cancer" in text for text in below] == [True] * empty + [False] * (len(below) - empty)
+    said = {1: "yellow: what spoke for cancer; nothing in 1 of 4 images",
+            4: "no heat: nothing spoke for cancer in any of 4 images"}[empty]  # fmt: skip
+    assert title(figure).endswith(". " + look.capital(said)) and faults(figure) == []
+
+    views = [*make_views(empty, heat=nothing), *make_views(4 - empty)]
+    figure = plots_cases.patient(views, "Patient 7")
+    labels = [ax.get_xlabel() for ax in figure.axes]
+    assert labels == [*[""] * 4, *["nothing spoke\nfor cancer"] * empty, *[""] * (4 - empty)]
+    assert figure.axes[4].get_ylabel() == "what the model is shown\n" + said.replace("; ", "\n")
+    assert faults(figure) == []
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
