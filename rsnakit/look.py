@@ -25,6 +25,7 @@ TRAIN, VALIDATION = "#E69F00", "#000000"  # orange, black
 NEUTRAL, MISSING = "#5A6470", "#BDBDBD"
 CROP = "#F0E442"  # yellow: seen on black and on grey
 NAMES = {"site_id": "site", "machine_id": "machine", "BIRADS": "BI-RADS"}  # of columns, as figures write them
+NESTED, NAIVE = "at thresholds from other folds (nested)", "at its best threshold (naive, flatters)"  # pF1 so called
 FUNCTIONS = {"LINEAR": "#56B4E9", "LINEAR_EXACT": "#F0E442", "SIGMOID": "#000000"}
 
 WIDTH = 10.5  # inches: the width of a cell's output in JupyterLab at 100 %
@@ -175,13 +176,23 @@ def color_of(value: str, colors: dict[str, str] | None = None) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as text, to a tenth of a percent."""
-    return "under 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f}".removesuffix(".0") + " %"
+    """A share as text, to a tenth of a percent; all and none are whole numbers."""
+    if 0 < share < 0.0005:
+        return "under 0.1 %"
+    return f"{100 * share:.0f} %" if share in (0, 1) else f"{100 * share:.1f} %"
 
 
-def number(value: float) -> str:
-    """A score as text, to two decimals."""
-    return "undefined" if math.isnan(value) else f"{value:.2f}"
+def number(value: float, decimals: int = 2) -> str:
+    """A score as text."""
+    return "undefined" if math.isnan(value) else f"{value:.{decimals}f}"
+
+
+def cut(value: float) -> str:
+    """A threshold, or a rate that scores start from, as text: to two decimals as scores are, and finer where that would say
+    little, next to 0, or make it 1."""
+    if 0 < abs(value) < 0.1:
+        return f"{value:.2g}"
+    return f"{value:.4g}" if 0.995 <= value < 1 else f"{value:.2f}"
 
 
 def interval_of(score: Score) -> tuple[float, float, float]:
@@ -203,7 +214,8 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def with_interval(score: Score) -> str:
+def with_interval(score: Score, decimals: int = 2) -> str:
     """A score and its interval as text."""
     value, low, high = interval_of(score)
-    return number(value) + ("" if math.isnan(low) else f" (95 %: {low:.2f} to {high:.2f})")
+    ends = "" if math.isnan(low) else f" (95 %: {low:.{decimals}f} to {high:.{decimals}f})"
+    return number(value, decimals) + ends

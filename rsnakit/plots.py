@@ -147,4 +147,4 @@ def _difference(error: np.ndarray) -> str:
     if not error.any():
         return "all pixels as they were"
     kept, largest, mean = percent((error == 0).mean()), np.abs(error).max(), np.abs(error).mean()
-    return f"{kept} of pixels as they were, at most {largest} of 4,095 levels off, {mean:.2g} on average"
+    return f"{kept} of pixels as they were, at most {largest} of 4,095 levels off, {mean:.2f} on average"

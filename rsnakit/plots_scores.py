@@ -4,6 +4,7 @@ Black is what holds for new patients; orange is what was chosen on the very data
 """
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_curve
 
 from rsnakit import look, metrics
-from rsnakit.look import NEUTRAL, TRAIN, VALIDATION, WIDTH, Line, Score, number, percent
+from rsnakit.look import NAIVE, NESTED, NEUTRAL, TRAIN, VALIDATION, WIDTH, Line, Score, number, percent
 from rsnakit.plots_train import draw_precision_recall
 
 __all__ = ["calibration_curves", "operating_curves", "score_intervals", "threshold_curve"]
@@ -35,11 +36,10 @@ def score_intervals(summary: Mapping, others: Mapping[str, Score] | None = None)
     """
     found = dict(summary.get("scores") or {})
     nested = summary.get("nested") or {}
-    lines = [("F1 at nested thresholds", nested.get("f1"), VALIDATION),
-             ("F1 at the threshold chosen\non these scores (flatters)", found.get("naive_f1"), TRAIN)]  # fmt: skip
+    lines = [(f"pF1 {NESTED}", nested.get("f1"), VALIDATION), (f"pF1 {NAIVE}", found.get("naive_f1"), TRAIN)]
     lines += [(text, found.get(name), NEUTRAL) for name, text in SCORES.items()]
     lines += [(text, score, NEUTRAL) for text, score in (others or {}).items()]
-    lines = [Line(text, *look.interval_of(score), color) for text, score, color in lines]
+    lines = [Line(textwrap.fill(text, 32), *look.interval_of(score), color) for text, score, color in lines]
     lines = [line for line in lines if not math.isnan(line.value)]
     if not lines:
         return look.nothing("No scores yet: they need breasts with cancer and breasts without")
@@ -55,7 +55,7 @@ def threshold_curve(
     nested: tuple[float | Sequence[float], Score] | None = None,
     naive: tuple[float, Score] | None = None,
 ) -> Figure:
-    """F1 of calls at each threshold with its bootstrap band, and the points that were chosen.
+    """pF1 of calls at each threshold with its bootstrap band, and the points that were chosen.
 
     Args:
         curve: threshold, f1, low, high, as `metrics.f1_curve` gives it.
@@ -64,23 +64,19 @@ def threshold_curve(
     """
     curve = curve[np.isfinite(curve["threshold"]) & curve["f1"].notna()].sort_values("threshold")
     if curve.empty or not curve["f1"].any():
-        return look.nothing("No threshold has an F1: it needs breasts with cancer, and a score that calls one of them")
+        return look.nothing("No threshold has a pF1: it needs breasts with cancer, and a score that calls one of them")
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
     ax.fill_between(curve["threshold"], curve["low"], curve["high"], color="#DDDDDD", linewidth=0, label="95 % band")
     line = "o-" if len(curve) == 1 else "-"
-    ax.plot(curve["threshold"], curve["f1"], line, color=NEUTRAL, label="F1 where scores of at least this are called")
+    ax.plot(curve["threshold"], curve["f1"], line, color=NEUTRAL, label="pF1 where scores of at least this are called")
     if naive is not None:
-        _draw_choice(
-            ax, *naive, TRAIN, marker="s", linewidth=6, markersize=10, label="chosen on these very scores (flatters)"
-        )
+        _draw_choice(ax, *naive, TRAIN, marker="s", linewidth=6, markersize=10, label=NAIVE)
     if nested is not None:
-        _draw_choice(
-            ax, *nested, VALIDATION, marker="o", linewidth=1.5, markersize=6, label="chosen on the other folds (nested)"
-        )
+        _draw_choice(ax, *nested, VALIDATION, marker="o", linewidth=1.5, markersize=6, label=NESTED)
     first, last = curve["threshold"].iloc[[0, -1]]
     margin = 0.02 * (last - first) or 0.05
     ax.set(xlabel="threshold: score of a breast at or above which it is called", xlim=(first - margin, last + margin))
-    ax.set(ylabel="F1 (pF1 of the calls)", ylim=(0, min(1.03, 1.08 * max(curve["high"].max(), curve["f1"].max()))))
+    ax.set(ylabel="pF1 of the calls", ylim=(0, min(1.03, 1.08 * max(curve["high"].max(), curve["f1"].max()))))
     ax.grid(True)
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return look.titled(figure, _threshold_title(curve, nested, naive))
@@ -109,13 +105,13 @@ def operating_curves(
     texts = {name: look.with_interval((scores or {}).get(name) or score) for name, score in found.items()}
     draw_precision_recall(left, labels, values, color=VALIDATION)
     left.axhline(labels.mean(), color=NEUTRAL, linestyle=":")
-    left.set(title=f"average precision {texts['average_precision']}; chance: {labels.mean():.2g}")
+    left.set(title=f"average precision {texts['average_precision']}; chance: {look.cut(labels.mean())}")
     left.set(xlabel="recall: share of the cancers that are called", ylabel="precision: share with cancer")
     rates = roc_curve(labels, values, drop_intermediate=True)
     right.plot(rates[0], rates[1], color=VALIDATION)
     right.plot([0, 1], [0, 1], color=NEUTRAL, linestyle=":")
     right.set(
-        title=f"AUC {texts['auc']}; chance: 0.5",
+        title=f"AUC {texts['auc']}; chance: 0.50",
         xlabel="1 - specificity: share of those without cancer that are called",
     )
     right.set(ylabel="sensitivity: share of cancers called")
@@ -124,7 +120,7 @@ def operating_curves(
         recall = called[labels].mean()
         style = {"color": color, "marker": marker, "linestyle": "", "markersize": 9, "markeredgecolor": "white"}
         style["zorder"] = 10 - rank  # where points meet, the more important one is seen
-        left.plot(recall, labels[called].mean(), label=f"{name}: {cut:.3g}", **style)
+        left.plot(recall, labels[called].mean(), label=f"{name}: {look.cut(cut)}", **style)
         right.plot(called[~labels].mean(), recall, **style)
     for ax in (left, right):
         ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.03))
@@ -156,7 +152,7 @@ def calibration_curves(tables: Mapping[str, pd.DataFrame]) -> Figure:
         predicted, observed = 100 * table["predicted"], 100 * table["observed"]
         errors = [(observed - 100 * table["low"]).clip(lower=0), (100 * table["high"] - observed).clip(lower=0)]
         ax.errorbar(predicted, observed, errors, fmt="o-", color=VALIDATION, markersize=5, linewidth=1)
-        ax.set_title(f"{name}: off by {_off(table):.2g} points")
+        ax.set_title(f"{name}: off by {_off(table):.1f} points")
         ax.set(xlim=(-2 * top, 104 * top), ylim=(-2 * top, 104 * top))
         ax.tick_params(labelbottom=True)
         ax.grid(True)
@@ -191,11 +187,11 @@ def _summary_title(summary: Mapping, first: Line) -> str:
     nested, naive = summary.get("nested") or {}, (summary.get("scores") or {}).get("naive_f1")
     value, flattering = look.interval_of(nested.get("f1"))[0], look.interval_of(naive)[0]
     if math.isnan(value):
-        title = f"{first.label.replace(chr(10), ' ')}: {look.with_interval(first[1:4])}"
+        title = f"{first.label.replace(chr(10), ' ')}: {look.with_interval(first[1:4], 3)}"
         return title + ("" if nested else f". {look.capital(summary.get('nested_note') or 'it has no nested score')}")
-    title = f"F1 {look.with_interval(nested['f1'])} where each fold's threshold comes from the others"
+    title = f"pF1 {NESTED}: {look.with_interval(nested['f1'], 3)}"
     if not math.isnan(flattering):
-        title += f"; chosen on the very scores, {number(flattering)}: {abs(flattering - value):.3f} "
+        title += f"; {NAIVE}: {number(flattering, 3)}, {abs(flattering - value):.3f} "
         title += "too much" if flattering >= value else "less"
     chosen = (summary.get("epoch_choice") or {}).get("f1")
     if chosen is not None and math.isfinite(chosen):
@@ -209,27 +205,26 @@ def _threshold_title(curve: pd.DataFrame, nested: tuple | None, naive: tuple | N
     score, flattering = (look.interval_of(point[1])[0] if point is not None else math.nan for point in (nested, naive))
     title = ""
     if not math.isnan(score):
-        title = f"Thresholds of the other folds give F1 {look.with_interval(nested[1])}. "
+        title = f"pF1 {NESTED}: {look.with_interval(nested[1])}. "
     if not math.isnan(flattering):
-        title += f"Chosen on these very scores, {naive[0]:.3g} gives {number(flattering)}, which flatters. "
+        title += f"pF1 {NAIVE}, {look.cut(naive[0])}: {number(flattering)}. "
     if not title:
-        title = f"F1 is highest, {number(best['f1'])}, at {best['threshold']:.3g}. "
+        title = f"pF1 is highest, {number(best['f1'])}, at {look.cut(best['threshold'])}. "
     if len(near) > 1:
-        title += f"From {near.min():.3g} to {near.max():.3g} F1 stays within the interval of its best"
+        title += f"From {look.cut(near.min())} to {look.cut(near.max())} pF1 stays within the interval of its best"
     return title.strip().removesuffix(".")
 
 
 def _operating_title(labels: np.ndarray, scores: np.ndarray, points: Mapping[str, float], texts: Mapping) -> str:
     if not points:
-        return (
-            f"AUC {texts['auc']}, average precision {texts['average_precision']} where chance gives {labels.mean():.2g}"
-        )
+        precision = f"average precision {texts['average_precision']} where chance gives {look.cut(labels.mean())}"
+        return f"AUC {texts['auc']}, {precision}"
     name, cut = next(iter(points.items()))
     called = scores >= cut
     hits = (called & labels).sum()
     return (
-        f"{look.capital(name)}: {percent(hits / labels.sum())} of the cancers are called and {percent(called[~labels].mean())} "
-        f"of the others; {percent(hits / called.sum())} of the called have cancer"
+        f"At {name} {look.cut(cut)}: {percent(hits / labels.sum())} of the cancers are called and "
+        f"{percent(called[~labels].mean())} of the others; {percent(hits / called.sum())} of the called have cancer"
     )
 
 
@@ -244,4 +239,4 @@ def _calibration_title(tables: Mapping[str, pd.DataFrame]) -> str:
     best = min((name for name, _ in others), key=lambda name: _off(tables[name]))
     if _off(tables[best]) >= _off(before):
         return f"{title}; no calibration brings the scores nearer"
-    return f"{title}; {best} brings the mean distance from {_off(before):.2g} to {_off(tables[best]):.2g} points"
+    return f"{title}; {best} brings the mean distance from {_off(before):.1f} to {_off(tables[best]):.1f} points"

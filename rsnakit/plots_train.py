@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from sklearn.metrics import precision_recall_curve
 
 from rsnakit import look, metrics
-from rsnakit.look import CANCER, NEUTRAL, NO_CANCER, TRAIN, VALIDATION, WIDTH, number, percent
+from rsnakit.look import CANCER, NAIVE, NEUTRAL, NO_CANCER, TRAIN, VALIDATION, WIDTH, number, percent
 
 AVERAGED = "#56B4E9"  # sky blue: validation of the weights' average
 CURVES = {  # limits, then column, colour and line of each curve
@@ -52,8 +52,8 @@ def training_curves(histories: Mapping[int, pd.DataFrame]) -> Figure:
         row[3].yaxis.set_major_formatter("{x:.1e}")
     lines = {"train": {"color": TRAIN, "marker": "o"}, "validation": {"color": VALIDATION, "marker": "o"},
              "validation, averaged weights": {"color": AVERAGED, "marker": "o"},
-             "pF1 of raw scores": {"color": "grey"},
-             "at the best threshold (flatters)": {"color": "grey", "linestyle": "--"}}  # fmt: skip
+             "pF1 of the raw scores": {"color": "grey"},
+             f"pF1 {NAIVE}": {"color": "grey", "linestyle": "--"}}  # fmt: skip
     if not any("ema_valid_loss" in history for history in histories.values()):
         del lines["validation, averaged weights"]
     handles = [Line2D([], [], label=label, markersize=3, **line) for label, line in lines.items()]
@@ -91,15 +91,22 @@ def precision_recall(
     between = "" if None in ends else f" (95 %: {ends[0]:.2f} to {ends[1]:.2f})"
     draw_precision_recall(ax, labels, scores, color=VALIDATION, label=f"average precision {found:.2f}{between}")
     ax.axhline(labels.mean(), color=NEUTRAL, linestyle=":", label=f"chance: the prior, {percent(labels.mean())}")
-    title = f"Average precision {found:.2f} over {len(labels):,} breasts, where chance gives {labels.mean():.2g}"
+    title = f"Average precision {found:.2f} over {len(labels):,} breasts, where chance gives {look.cut(labels.mean())}"
     if threshold is not None and (called := scores >= threshold).any():
         hits = (called & labels).sum()
         recall, precision = hits / labels.sum(), hits / called.sum()
         f1 = metrics.pfbeta(labels, called)
-        ax.plot(recall, precision, "o", color=VALIDATION, markersize=9, label=f"threshold {threshold:.3g}: F1 {f1:.2f}")
+        ax.plot(
+            recall,
+            precision,
+            "o",
+            color=VALIDATION,
+            markersize=9,
+            label=f"threshold {look.cut(threshold)}: pF1 of the calls {f1:.2f}",
+        )
         title = (
-            f"At a score of {threshold:.3g} or more, {hits:,} of {labels.sum():,} cancers are called ({percent(recall)}), and "
-            f"{hits:,} of the {called.sum():,} called have one ({percent(precision)}). {title}"
+            f"At a score of {look.cut(threshold)} or more, {hits:,} of {labels.sum():,} cancers are called "
+            f"({percent(recall)}), and {hits:,} of the {called.sum():,} called have one ({percent(precision)}). {title}"
         )
     ax.set(xlabel="recall: share of the cancers that are called", xlim=(0, 1.02))
     ax.set(ylabel="precision: share with cancer", ylim=(0, 1.03))
@@ -135,7 +142,7 @@ def score_histogram(breasts: pd.DataFrame, threshold: float | None = None) -> Fi
     values, colors = zip(*groups.values(), strict=True)
     ax.hist(values, edges, color=colors, label=list(groups))
     if drawn:
-        ax.axvline(threshold, color="black", linestyle="--", linewidth=1.2, label=f"threshold {threshold:.3g}")
+        ax.axvline(threshold, color="black", linestyle="--", linewidth=1.2, label=f"threshold {look.cut(threshold)}")
     ax.set(yscale="log", ylim=(0.7, None), xlabel="score of a breast", ylabel="breasts (log scale)")
     ticks = [step * 10**power for power in range(6) for step in (1, 2, 5)]
     ax.set_yticks([tick for tick in ticks if tick <= ax.get_ylim()[1]])
@@ -161,10 +168,10 @@ def _curves_title(histories: Mapping[int, pd.DataFrame]) -> str:
     auc, pf1, f1 = (number(last[name].astype(float).mean() if name in last else math.nan) for name in names)
     folds = f"Fold {next(iter(histories))}" if len(histories) == 1 else f"Mean of {len(histories)} folds"
     epochs = ", ".join(f"{int(epoch)}" for epoch in sorted(last["epoch"].unique()))
-    title = f"{folds} after epoch {epochs}: validation AUC {auc}, pF1 {pf1} ({f1} at the best threshold)."
+    title = f"{folds} after epoch {epochs}: validation AUC {auc}, pF1 of the raw scores {pf1} and {NAIVE} {f1}."
     if "ema_valid_auc" in last:
         auc, pf1, f1 = (number(last[f"ema_{name}"].astype(float).mean()) for name in names)
-        title += f" With averaged weights: AUC {auc}, pF1 {pf1} ({f1})."
+        title += f" With averaged weights: AUC {auc}, pF1 {pf1} and {f1}."
     skipped = sum(int(history["skipped_steps"].sum()) for history in histories.values() if "skipped_steps" in history)
     if skipped:
         title += f" In {skipped:,} steps fp16 overflowed, and they were left out."
@@ -180,11 +187,14 @@ def _scores_title(breasts: pd.DataFrame, threshold: float | None) -> str:
     cancer = breasts["cancer"].to_numpy() == 1 if "cancer" in breasts else None
     if threshold is None:
         if cancer is None or cancer.all() or not cancer.any():
-            return f"{look.counted(len(scores), 'breast')}: half of the scores are below {np.median(scores):.3g}"
-        return f"Median score {np.median(scores[cancer]):.3g} with cancer, {np.median(scores[~cancer]):.3g} without"
+            return f"{look.counted(len(scores), 'breast')}: half of the scores are below {look.cut(np.median(scores))}"
+        sides = [look.cut(np.median(scores[side])) for side in (cancer, ~cancer)]
+        return f"Median score {sides[0]} with cancer, {sides[1]} without"
     called = scores >= threshold
     title = f"{called.sum():,} of {len(scores):,} breasts ({percent(called.mean())}) "
-    title += f"score {threshold:.3g} or more" if math.isfinite(threshold) else "are called, as no threshold was found"
+    title += (
+        f"score {look.cut(threshold)} or more" if math.isfinite(threshold) else "are called, as no threshold was found"
+    )
     if cancer is None:
         return title
     return f"{title}: {(called & cancer).sum():,} of the {cancer.sum():,} with cancer"

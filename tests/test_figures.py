@@ -48,6 +48,7 @@ MODULES = ("plots", "plots_cases", "plots_data", "plots_groups", "plots_models",
 ODD = ("one class", "one point", "no point", "missing", "many")
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
 MANY = make_table(80, machines=40)  # patients, a machine of their own for each two
+NESTED = "pF1 at thresholds from other folds (nested)"
 MAPS = {f"stage {k}": torch.arange(24.0).reshape(2, 4, 3) % (k + 2) for k in range(5)}
 NAMES = [f"blocks.{i}.{j}" for i in range(8) for j in range(5)]
 
@@ -211,14 +212,14 @@ FIGURES: dict[str, dict[str, Callable[[], Figure]]] = {  # by the function, then
         "many": lambda: plots.fold_scores(make_folds(8, *(f"sensitivity at {90 + i} % specificity" for i in range(4)))),
     },
     "comparison": {
-        "ordinary": lambda: plots.comparison(make_differences(2, "F1 at nested thresholds", "AUC"), "small_768"),
+        "ordinary": lambda: plots.comparison(make_differences(2, NESTED, "AUC"), "small_768"),
         "one class": lambda: plots.comparison(
             without_values(make_differences(1, "AUC"), "low", "high", "difference", "probability")
         ),
         "one point": lambda: plots.comparison(make_differences(1, "AUC").assign(difference=0.0, low=0.0, high=0.0)),
         "no point": lambda: plots.comparison(make_differences(1, "AUC").head(0)),
         "missing": lambda: plots.comparison(without_values(make_differences(1, "AUC", "F1"), "low", "high")),
-        "many": lambda: plots.comparison(make_differences(4, "F1 at nested thresholds", "AUC", "average precision", "pF1")),
+        "many": lambda: plots.comparison(make_differences(4, NESTED, "AUC", "average precision", "pF1")),
     },
     "worst_mistakes": {
         "ordinary": lambda: plots.worst_mistakes(scored(TABLE), TABLE, Pictures(), 0.5),

@@ -184,8 +184,9 @@ def test_differences_counts_every_pixel():
     }  # fmt: skip
     # (1 + 1 + 3 + 3) / 200, 100 * 2 / 200
     assert title(figure) == (
-        "block8: 98 % of pixels as they were, at most 3 of 4,095 levels off, 0.04 on average. "
-        "reduce=1: 50 % of pixels as they were, at most 2 of 4,095 levels off, 1 on average. raw16: all pixels as they were"
+        "block8: 98.0 % of pixels as they were, at most 3 of 4,095 levels off, 0.04 on average. "
+        "reduce=1: 50.0 % of pixels as they were, at most 2 of 4,095 levels off, 1.00 on average. raw16: all pixels as they "
+        "were"
     )
 
 
@@ -211,8 +212,10 @@ def test_training_curves_show_the_history():
     colors = [to_rgb(line.get_color()) for line in pf1.lines]
     assert colors[::2] == colors[1::2] and len(set(colors)) == 3
     # (0.5 + 0.04 x 6 + 0.5 + 0.04 x 5) / 2, and so on; averaged in fold 0 alone: 0.5 + 0.05 x 5
-    assert title(figure).startswith("Mean of 2 folds after epoch 5, 6: validation AUC 0.72, pF1 0.22 (0.33 at")
-    assert "With averaged weights: AUC 0.75, pF1 0.25 (0.3" in title(figure)
+    assert title(figure).startswith(
+        "Mean of 2 folds after epoch 5, 6: validation AUC 0.72, pF1 of the raw scores 0.22 and at its"
+    )
+    assert "With averaged weights: AUC 0.75, pF1 0.25 and 0.3" in title(figure)
     assert "averaged" not in title(plots.training_curves({1: histories[1]}))
 
 
@@ -227,7 +230,9 @@ def test_training_curves_say_where_train_scores_are_of_a_resampled_epoch():
     assert "resampled" in title(plots.training_curves({0: make_history(train_resampled=True, train_mixed=False)}))
     mixed = title(plots.training_curves({0: make_history(train_mixed=True)}))
     assert "Training scores are of images mixed with others: not" in mixed
-    assert "AUC undefined, pF1 0.20" in title(plots.training_curves({0: make_history(valid_auc=math.nan)}))
+    assert "AUC undefined, pF1 of the raw scores 0.20" in title(
+        plots.training_curves({0: make_history(valid_auc=math.nan)})
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.02, 30.0])
@@ -253,9 +258,9 @@ def test_score_histogram_without_labels_or_threshold():
     breasts = make_breasts(100)
     figure = plots.score_histogram(breasts[["score"]])
     assert sum(bar.get_height() for bar in bars(figure.axes[0])) == 100
-    assert f"half of the scores are below {breasts['score'].median():.3g}" in title(figure)
+    assert f"half of the scores are below {breasts['score'].median():.2f}" in title(figure)
     medians = breasts.groupby("cancer")["score"].median()
-    expected = f"Median score {medians[1]:.3g} with cancer, {medians[0]:.3g} without"
+    expected = f"Median score {medians[1]:.2f} with cancer, {medians[0]:.2f} without"
     assert title(plots.score_histogram(breasts)) == expected
     figure = plots.score_histogram(breasts, math.inf)
     assert title(figure).startswith("0 of 100 breasts (0 %)") and not figure.axes[0].lines
@@ -282,10 +287,10 @@ def test_precision_and_recall_are_counted(ties):
     expected = average_precision_score(labels, scores)
     assert curve.get_label() == f"average precision {expected:.2f} (95 %: 0.25 to 0.75)"
     f1 = f1_score(labels, [score >= threshold for score in scores])
-    assert point.get_label() == f"threshold {threshold:.3g}: F1 {f1:.2f}"
+    assert point.get_label() == f"threshold {threshold:.2f}: pF1 of the calls {f1:.2f}"
     assert f"{sum(called)} of 12 cancers are called" in title(figure)
     assert f"{sum(called)} of the {len(called)} called have one" in title(figure)
-    assert title(figure).endswith(f"Average precision {expected:.2f} over 120 breasts, where chance gives 0.1")
+    assert title(figure).endswith(f"Average precision {expected:.2f} over 120 breasts, where chance gives 0.10")
 
 
 def test_precision_and_recall_of_each_fold():

@@ -93,7 +93,7 @@ def test_what_is_no_map_is_refused():
 
 def test_the_block_that_changes_most_is_named():
     text = title(plots_models.block_changes(pd.Series({"blocks.0": 0.25, "blocks.1": 1.5, "blocks.2": 0.1})))
-    assert text == "blocks.1 changes its map most, by 150 % of its size, and blocks.2 least, by 10 %"
+    assert text == "blocks.1 changes its map most, by 150.0 % of its size, and blocks.2 least, by 10.0 %"
     assert "none can be compared" in title(plots_models.block_changes(pd.Series(dtype=float)))
     assert title(plots_models.block_changes(pd.Series({"a": 0.0}))) == "a changes its map most, by 0 % of its size"
 

@@ -5,11 +5,21 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from figures import make_breasts, make_curve, make_differences, make_folds, make_groups, make_summary, make_table, title
+from figures import (
+    make_breasts,
+    make_curve,
+    make_differences,
+    make_folds,
+    make_groups,
+    make_history,
+    make_summary,
+    make_table,
+    title,
+)
 from matplotlib.colors import same_color
 from sklearn.metrics import auc, average_precision_score, roc_auc_score
 
-from rsnakit import look, plots
+from rsnakit import look, plots, results
 from rsnakit.metrics import Interval
 
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
@@ -35,29 +45,29 @@ def test_the_nested_score_comes_first_and_the_naive_one_is_told_apart():
     (ax,) = figure.axes
     lines = lines_of(ax)
     assert [label.replace("\n", " ") for label in lines] == [
-        "F1 at nested thresholds", "F1 at the threshold chosen on these scores (flatters)", "pF1 of the raw scores", "AUC",
-        "average precision", "Brier score",
+        "pF1 at thresholds from other folds (nested)", "pF1 at its best threshold (naive, flatters)",
+        "pF1 of the raw scores", "AUC", "average precision", "Brier score",
     ]  # fmt: skip
     assert lines["AUC"] == (0.8, (pytest.approx(0.7), pytest.approx(0.9)), "0.800 (0.700 to 0.900)")
     assert lines["Brier score"][2] == "0.040 (0.030 to 0.050)"
     nested, naive, *others = [line.get_color() for line in ax.lines if len(line.get_xdata()) == 1]
     assert same_color(nested, "black") and same_color(naive, look.TRAIN) and set(others) == {look.NEUTRAL}
     assert title(figure) == (
-        "F1 0.40 (95 %: 0.30 to 0.50) where each fold's threshold comes from the others; chosen on the very scores, 0.42: "
-        "0.020 too much. Choosing the epoch on the scored fold added 0.010"
+        "pF1 at thresholds from other folds (nested): 0.400 (95 %: 0.300 to 0.500); at its best threshold (naive, flatters): "
+        "0.420, 0.020 too much. Choosing the epoch on the scored fold added 0.010"
     )
 
 
 def test_without_a_nested_score_the_naive_one_is_said_to_flatter():
     one_fold = make_summary(nested=None) | {"nested_note": "one fold: there is no other fold"}
     assert title(plots.score_intervals(one_fold)) == (
-        "F1 at the threshold chosen on these scores (flatters): 0.42 (95 %: 0.32 to 0.52). One fold: there is no other fold"
+        "pF1 at its best threshold (naive, flatters): 0.420 (95 %: 0.320 to 0.520). One fold: there is no other fold"
     )
     old = make_summary()
     del old["nested"], old["epoch_choice"]
-    assert title(plots.score_intervals(old)).endswith("(95 %: 0.32 to 0.52). It has no nested score")
+    assert title(plots.score_intervals(old)).endswith("(95 %: 0.320 to 0.520). It has no nested score")
     lower = make_summary(naive_f1={"value": 0.39, "low": 0.3, "high": 0.5}, epoch_choice=None)
-    assert title(plots.score_intervals(lower)).endswith("0.39: 0.010 less")
+    assert title(plots.score_intervals(lower)).endswith("0.390, 0.010 less")
 
 
 def test_the_curve_of_thresholds_has_its_band_and_what_was_chosen():
@@ -66,24 +76,24 @@ def test_the_curve_of_thresholds_has_its_band_and_what_was_chosen():
     (ax,) = figure.axes
     drawn = {line.get_label(): line for line in ax.lines}
     np.testing.assert_allclose(
-        drawn["F1 where scores of at least this are called"].get_xydata(), curve[["threshold", "f1"]]
+        drawn["pF1 where scores of at least this are called"].get_xydata(), curve[["threshold", "f1"]]
     )
     band = ax.collections[0].get_paths()[0].vertices
     for ends in (curve[["threshold", "low"]], curve[["threshold", "high"]]):
         assert {(round(x, 9), round(y, 9)) for x, y in ends.to_numpy()} <= {(round(x, 9), round(y, 9)) for x, y in band}
     nested, naive = (
-        drawn[f"chosen on {name}"] for name in ("the other folds (nested)", "these very scores (flatters)")
+        drawn[f"at {name}"] for name in ("thresholds from other folds (nested)", "its best threshold (naive, flatters)")
     )
     assert nested.get_xydata().tolist() == [[0.4, 0.52], [0.6, 0.52]] and same_color(nested.get_color(), "black")
     assert naive.get_xydata().tolist() == [[0.5, 0.55]] and same_color(naive.get_color(), look.TRAIN)
     assert [0.5, 0.45] in [line.get_xydata()[0].tolist() for line in ax.lines]  # the interval, at the mean threshold
     # F1 of 0.44 or more, the low end at 0.5: 2.2 t (1 - t) >= 0.44 between 0.2764 and 0.7236, in steps of 0.02
     assert title(figure) == (
-        "Thresholds of the other folds give F1 0.52 (95 %: 0.45 to 0.58). Chosen on these very scores, 0.5 gives 0.55, which "
-        "flatters. From 0.28 to 0.72 F1 stays within the interval of its best"
+        "pF1 at thresholds from other folds (nested): 0.52 (95 %: 0.45 to 0.58). pF1 at its best threshold (naive, flatters), "
+        "0.50: 0.55. From 0.28 to 0.72 pF1 stays within the interval of its best"
     )
     alone = plots.threshold_curve(curve.assign(low=math.nan, high=math.nan))
-    assert title(alone) == "F1 is highest, 0.55, at 0.5"
+    assert title(alone) == "pF1 is highest, 0.55, at 0.50"
 
 
 def test_operating_points_lie_where_counting_puts_them():
@@ -96,19 +106,21 @@ def test_operating_points_lie_where_counting_puts_them():
         called = scores >= cut
         recall, precision, false = called[labels].mean(), labels[called].mean(), called[~labels].mean()
         marked = [line for line in left.lines if line.get_label().startswith(name)]
-        assert [line.get_label() for line in marked] == [f"{name}: {cut:.3g}"]
+        assert [line.get_label() for line in marked] == [f"{name}: {cut:.2f}"]
         np.testing.assert_allclose(marked[0].get_xydata(), [[recall, precision]])
         np.testing.assert_allclose(right.lines[2 + place].get_xydata(), [[false, recall]])
     assert len(right.lines) == 4  # the curve, chance, and two points
     assert auc(*right.lines[0].get_xydata().T) == pytest.approx(roc_auc_score(labels, scores))
-    assert right.get_title(loc="left") == "AUC 0.90 (95 %: 0.80 to 0.95); chance: 0.5"
-    assert left.get_title(loc="left") == f"average precision {average_precision_score(labels, scores):.2f}; chance: 0.1"
+    assert right.get_title(loc="left") == "AUC 0.90 (95 %: 0.80 to 0.95); chance: 0.50"
+    assert (
+        left.get_title(loc="left") == f"average precision {average_precision_score(labels, scores):.2f}; chance: 0.10"
+    )
     assert left.lines[1].get_ydata()[0] == pytest.approx(0.1)
     called = scores >= 0.3
     shares = (100 * share.mean() for share in (called[labels], called[~labels], labels[called]))
-    recall, false, precision = (f"{share:.1f}".removesuffix(".0") + " %" for share in shares)
+    recall, false, precision = (f"{share:.1f} %".replace("100.0", "100") for share in shares)
     assert title(figure) == (
-        f"Nested: {recall} of the cancers are called and {false} of the others; {precision} of the called have cancer"
+        f"At nested 0.30: {recall} of the cancers are called and {false} of the others; {precision} of the called have cancer"
     )
     assert title(plots.operating_curves(breasts)).startswith("AUC 0.9")
 
@@ -129,7 +141,7 @@ def test_calibration_shows_bins_and_says_how_far_scores_are_off():
     assert first.get_title(loc="left") == "raw scores: off by 8.2 points"
     assert second.get_title(loc="left") == "Platt: off by 1.9 points"
     assert title(figure) == (
-        "Raw scores: scores say that 15 % of breasts have cancer, in truth 6.8 %; Platt brings the mean distance from 8.2 to "
+        "Raw scores: scores say that 15.0 % of breasts have cancer, in truth 6.8 %; Platt brings the mean distance from 8.2 to "
         "1.9 points"
     )
     worse = plots.calibration_curves({"Platt": platt, "raw scores": raw})
@@ -189,20 +201,56 @@ def test_folds_stand_beside_all_of_them():
 
 
 def test_runs_are_compared_as_their_differences_say():
-    table = make_differences(2, "F1 at nested thresholds", "AUC")
+    table = make_differences(2, "pF1 at thresholds from other folds (nested)", "AUC")
     figure = plots.comparison(table, "small")
     (ax,) = figure.axes
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == ["small less first_place_0", *table["score"][:2], "small less first_place_1", *table["score"][2:]]
     assert {text.get_text() for text in ax.texts} == {
-        "+0.020 (-0.010 to +0.050)  better in 91 %", "+0.010 (-0.020 to +0.050)  better in 91 %",
+        "+0.020 (-0.010 to +0.050)  better in 91.0 %", "+0.010 (-0.020 to +0.050)  better in 91.0 %",
     }  # fmt: skip
     assert sum(list(line.get_xdata()) == [0, 0] for line in ax.lines) == 1  # neither is better there
     assert title(figure) == (
-        "small scores 0.020 above first_place_0 in F1 at nested thresholds, 95 %: -0.010 to +0.050, and is better in 91 % of "
+        "small scores 0.020 above first_place_0 in pF1 at thresholds from other folds (nested), "
+        "95 %: -0.010 to +0.050, and is better in 91.0 % of "
         "resamples: that may be noise"
     )
     worse = table.assign(difference=-0.03, low=-0.05, high=-0.01, probability=0.004)
     assert title(plots.comparison(worse, "small")).endswith(
-        "0.030 below first_place_0 in F1 at nested thresholds, 95 %: -0.050 to -0.010, and is better in 0.4 % of resamples"
+        "0.030 below first_place_0 in pF1 at thresholds from other folds (nested), "
+        "95 %: -0.050 to -0.010, and is better in 0.4 % of resamples"
     )
+
+
+def test_figures_and_tables_call_a_score_by_one_name():
+    summary = make_summary(
+        nested={**make_summary()["nested"], "naive_f1": vars(Interval(0.42, 0.3, 0.5)), "optimism": 0.02}
+    )
+    table = results.summary_table(summary | {"folds": [0, 1], "epoch_choice": None})
+    labels = {text.get_text().replace("\n", " ") for text in plots.score_intervals(summary).axes[0].get_yticklabels()}
+    assert labels == {name for name in table.index if "higher" not in name}
+    (curve,) = plots.threshold_curve(make_curve(), ([0.2, 0.3], 0.5), (0.3, 0.55)).axes
+    training = plots.training_curves({0: make_history()}).legends[0]
+    texts = [f"pF1 {text.get_text()}" for text in curve.get_legend().get_texts()] + [
+        text.get_text() for text in training.texts
+    ]
+    assert labels - {"AUC", "average precision"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.335, "0.34"), (0.5, "0.50"), (0.0312, "0.031"), (0.0, "0.00"), (1.0, "1.00"), (0.9982, "0.9982"), (math.inf, "inf"),
+     (-3.0, "-3.00")],
+)  # fmt: skip
+def test_thresholds_are_written_with_as_many_decimals_as_scores(value, text):
+    assert look.cut(value) == text
+
+
+def test_shares_of_a_title_have_as_many_digits():
+    assert [look.percent(share) for share in (0.6, 0.471, 0, 1, 0.0001)] == [
+        "60.0 %",
+        "47.1 %",
+        "0 %",
+        "100 %",
+        "under 0.1 %",
+    ]
