@@ -21,6 +21,8 @@ from rsnakit.plots_train import draw_precision_recall
 __all__ = ["calibration_curves", "operating_curves", "score_intervals", "threshold_curve"]
 
 POINTS = ((VALIDATION, "o"), (TRAIN, "s"), ("#56B4E9", "D"), ("#009E73", "^"), ("#CC79A7", "v"))  # colour and marker
+SIZE, RING = 9, 5  # of a point in points, and by how much larger one is that another lies on
+NEAR = 0.04  # of an axis from 0 to 1: points that are nearer than that lie on one another
 SCORES = {  # of a summary, as figures write them
     "pf1": "pF1 of the raw scores", "auc": "AUC", "average_precision": "average precision",
 }  # fmt: skip
@@ -39,11 +41,11 @@ def score_intervals(summary: Mapping, others: Mapping[str, Score] | None = None)
     lines = [(f"pF1 {NESTED}", nested.get("f1"), VALIDATION), (f"pF1 {NAIVE}", found.get("naive_f1"), TRAIN)]
     lines += [(text, found.get(name), NEUTRAL) for name, text in SCORES.items()]
     lines += [(text, score, NEUTRAL) for text, score in (others or {}).items()]
-    lines = [Line(textwrap.fill(text, 32), *look.interval_of(score), color) for text, score, color in lines]
+    lines = [Line(textwrap.fill(text, 46), *look.interval_of(score), color) for text, score, color in lines]
     lines = [line for line in lines if not math.isnan(line.value)]
     if not lines:
         return look.nothing("No scores yet: they need breasts with cancer and breasts without")
-    figure, ax = plt.subplots(figsize=(WIDTH, 1.1 + 0.36 * len(lines)))
+    figure, ax = plt.subplots(figsize=(WIDTH, 1.1 + 0.42 * len(lines)))
     look.forest(ax, {"": lines}, (0, 1), "{:.3f}")
     ax.set_xlabel("score of breasts, out of fold, with its 95 % interval over patients")
     return look.titled(figure, _summary_title(summary, lines[0]))
@@ -115,18 +117,17 @@ def operating_curves(
         xlabel="1 - specificity: share of those without cancer that are called",
     )
     right.set(ylabel="sensitivity: share of cancers called")
-    for rank, ((name, cut), (color, marker)) in enumerate(zip(points.items(), POINTS, strict=False)):
-        called = values >= cut
-        recall = called[labels].mean()
-        style = {"color": color, "marker": marker, "linestyle": "", "markersize": 9, "markeredgecolor": "white"}
-        style["zorder"] = 10 - rank  # where points meet, the more important one is seen
-        left.plot(recall, labels[called].mean(), label=f"{name}: {look.cut(cut)}", **style)
-        right.plot(called[~labels].mean(), recall, **style)
+    calls = {f"{name}: {look.cut(cut)}": values >= cut for name, cut in list(points.items())[: len(POINTS)]}
+    _draw_points(left, {text: (called[labels].mean(), labels[called].mean()) for text, called in calls.items()})
+    _draw_points(right, {text: (called[~labels].mean(), called[labels].mean()) for text, called in calls.items()})
     for ax in (left, right):
-        ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.03))
+        ax.set(xlim=(-0.04, 1.04), ylim=(-0.04, 1.05))
         ax.grid(True)
     if points:
-        figure.legend(loc="outside lower center", ncols=2, title="called where the score is at least (dotted: chance)")
+        where = "called where the score is at least (dotted: chance)"
+        legend = figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, title=where)
+        for handle in legend.legend_handles:
+            handle.set_markersize(SIZE)
     return look.titled(figure, _operating_title(labels, values, points, texts))
 
 
@@ -161,6 +162,16 @@ def calibration_curves(tables: Mapping[str, pd.DataFrame]) -> Figure:
     figure.supxlabel("mean score of a bin's breasts, %", fontsize=10)
     figure.supylabel("breasts with cancer, %, with 95 % interval", fontsize=10)
     return look.titled(figure, _calibration_title(tables))
+
+
+def _draw_points(ax: Axes, spots: Mapping[str, tuple[float, float]]) -> None:
+    """Points by what the legend calls them, the most important first; where some meet, each is a ring round the one before."""
+    drawn = []
+    for (text, spot), (color, marker) in zip(spots.items(), POINTS, strict=False):
+        under = sum(math.dist(spot, other) < NEAR for other in drawn)
+        style = {"color": color, "marker": marker, "markersize": SIZE + RING * under, "markeredgecolor": "white"}
+        ax.plot(*spot, linestyle="", label=text, zorder=10 - len(drawn), clip_on=False, **style)
+        drawn.append(spot)
 
 
 def _draw_choice(

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from figures import (
+    drawn,
     make_breasts,
     make_curve,
     make_differences,
@@ -16,7 +17,7 @@ from figures import (
     make_table,
     title,
 )
-from matplotlib.colors import same_color
+from matplotlib.colors import same_color, to_rgb
 from sklearn.metrics import auc, average_precision_score, roc_auc_score
 
 from rsnakit import look, plots, results
@@ -74,15 +75,15 @@ def test_the_curve_of_thresholds_has_its_band_and_what_was_chosen():
     curve = make_curve(51)  # highest, 0.55, at 0.5
     figure = plots.threshold_curve(curve.sample(frac=1), ([0.4, None, 0.6], Interval(0.52, 0.45, 0.58)), (0.5, 0.55))
     (ax,) = figure.axes
-    drawn = {line.get_label(): line for line in ax.lines}
+    lines = {line.get_label(): line for line in ax.lines}
     np.testing.assert_allclose(
-        drawn["pF1 where scores of at least this are called"].get_xydata(), curve[["threshold", "f1"]]
+        lines["pF1 where scores of at least this are called"].get_xydata(), curve[["threshold", "f1"]]
     )
     band = ax.collections[0].get_paths()[0].vertices
     for ends in (curve[["threshold", "low"]], curve[["threshold", "high"]]):
         assert {(round(x, 9), round(y, 9)) for x, y in ends.to_numpy()} <= {(round(x, 9), round(y, 9)) for x, y in band}
     nested, naive = (
-        drawn[f"at {name}"] for name in ("thresholds from other folds (nested)", "its best threshold (naive, flatters)")
+        lines[f"at {name}"] for name in ("thresholds from other folds (nested)", "its best threshold (naive, flatters)")
     )
     assert nested.get_xydata().tolist() == [[0.4, 0.52], [0.6, 0.52]] and same_color(nested.get_color(), "black")
     assert naive.get_xydata().tolist() == [[0.5, 0.55]] and same_color(naive.get_color(), look.TRAIN)
@@ -123,6 +124,26 @@ def test_operating_points_lie_where_counting_puts_them():
         f"At nested 0.30: {recall} of the cancers are called and {false} of the others; {precision} of the called have cancer"
     )
     assert title(plots.operating_curves(breasts)).startswith("AUC 0.9")
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.03])
+def test_operating_points_that_meet_are_all_seen(apart):
+    cancer = np.arange(100) >= 50
+    breasts = pd.DataFrame({"cancer": cancer.astype(int), "score": np.linspace(0, 1, 100)})  # perfect
+    cuts = 0.5 + apart * np.arange(5)
+    figure = plots.operating_curves(breasts, {f"way {i}": cut for i, cut in enumerate(cuts)})
+    pixels = np.asarray(drawn(figure).buffer_rgba())[..., :3] / 255
+    left, right = figure.axes
+    for ax in (left, right):
+        box = ax.get_tightbbox()
+        own = pixels[len(pixels) - int(box.y1) : len(pixels) - int(box.y0), int(box.x0) : int(box.x1)]
+        for color in ("#E69F00", "#56B4E9", "#009E73", "#CC79A7"):
+            assert (np.abs(own - to_rgb(color)).max(-1) < 0.02).sum() > 25, color
+    sizes = [line.get_markersize() for line in left.lines if line.get_label().startswith("way")]
+    assert sizes == ([9, 14, 19, 24, 29] if not apart else sizes) and sizes[0] == 9
+    assert {handle.get_markersize() for handle in figure.legends[0].legend_handles} == {9}
+    alone = plots.operating_curves(breasts, {"low": 0.1, "middle": 0.5, "high": 0.9}).axes[1].lines
+    assert [line.get_markersize() for line in alone[2:]] == [9, 9, 9]
 
 
 def test_calibration_shows_bins_and_says_how_far_scores_are_off():
