@@ -15,8 +15,8 @@ SCORES = ("AUC", "AP", "pF1", "pF1 at best cut (flatters)")
 
 def histories(run: Path) -> dict[int, pd.DataFrame]:
     """`history.csv` of all folds that have weights, unfinished ones too, by fold number."""
-    paths = {fold: folder / "history.csv" for fold, folder in runs.begun_folds(run).items()}
-    return {fold: pd.read_csv(path) for fold, path in paths.items() if path.exists()}
+    found = {fold: runs.read_history(folder) for fold, folder in runs.begun_folds(run).items()}
+    return {fold: history for fold, history in found.items() if history is not None}
 
 
 def fold_table(run: Path) -> pd.DataFrame:
@@ -167,7 +167,7 @@ def _row(interval: dict) -> list[float | None]:
 
 
 def _scores(folder: Path) -> dict[str, float]:
-    breasts = metrics.to_breast(pd.read_csv(folder / "oof.csv", dtype={"patient_id": str, "image_id": str}))
+    breasts = metrics.to_breast(runs.read_fold_oof(folder))
     labels, scores = breasts["cancer"].to_numpy(), breasts["score"].to_numpy()
     counts = (runs.read_model(folder)["epoch"], len(breasts), int(labels.sum()))
     found = [score(labels, scores) for score in (metrics.auc, metrics.average_precision, metrics.pfbeta)]

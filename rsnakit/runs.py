@@ -1,4 +1,4 @@
-"""A run's folder: what it was trained with, what each fold left there, and the summary over the folds there are.
+"""A run's folder: named after its settings, opened and found again. What is read of it stands in `runfiles`.
 
 work/runs/<name>/config.json          settings that decide the result, versions, git revision
                  fold<k>/             best.safetensors, model.json, oof.csv, history.csv, last.pt, events.*
@@ -7,28 +7,37 @@ work/runs/<name>/config.json          settings that decide the result, versions,
 
 import dataclasses
 import json
-import re
-import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import pandas as pd
-
-import rsnakit
-from rsnakit.files import read_json, write_json
+from rsnakit.files import write_json
+from rsnakit.oof import OOF_COLUMNS
+from rsnakit.runfiles import (
+    RunError,
+    begun_folds,
+    read_config,
+    read_fold_oof,
+    read_history,
+    read_model,
+    read_oof,
+    read_summary,
+    trained_folds,
+    unfinished_folds,
+)
 from rsnakit.store import config_hash
+from rsnakit.versions import git_revision, versions
 
-PACKAGES = ("torch", "timm", "numpy", "pandas", "albumentations", "pydicom")
-OOF_COLUMNS = ["patient_id", "laterality", "image_id", "fold", "cancer", "score"]
+__all__ = [
+    "OOF_COLUMNS", "RunError", "begun_folds", "check_settings", "compare", "differences_in_kind", "find_run", "open_run",
+    "read_config", "read_fold_oof", "read_history", "read_model", "read_oof", "read_summary", "rebuild", "run_name",
+    "settings_of", "trained_folds", "unfinished_folds", "versions",
+]  # fmt: skip
+
+KIND = ("is_demo", "debug")  # settings that say which data a run is for
 MAY_GROW = "train.epochs"  # the one setting of a run that may change: to more
 NO_RESULT = (
     "grad_checkpointing"  # the one setting of a model that decides no result, and is no part of a run's settings
 )
-
-
-class RunError(ValueError):
-    """A run that cannot be gone on with, or is not there; the message says what differs and what to do."""
 
 
 def settings_of(preprocess: object, model: object, train: object, data: str, is_demo: bool, debug: bool) -> dict:
@@ -136,22 +145,27 @@ def find_run(work: Path, name: str, is_demo: bool) -> Path:
         is_demo: whether the data is the demo's.
 
     Raises:
-        RunError: there is none; the message lists those there are.
+        RunError: there is none, and the message lists those there are; or the named one's `config.json` is damaged. Where
+            none is named, a run with a damaged one is passed over, with a line that says so.
     """
     there = sorted(p.parent for p in (work / "runs").glob("*/config.json") if begun_folds(p.parent))
     if name:
         folder = work / "runs" / name
         if folder in there:
+            read_config(folder, *KIND)
             return folder
         listed = ", ".join(p.name for p in there) or "none"
         raise RunError(f"{folder}: no run with a trained fold here; runs there are: {listed}. 03_train makes one.")
-    fitting = [p for p in there if is_demo == read_config(p)["is_demo"] and (is_demo or not read_config(p)["debug"])]
+    readable = {}
+    for folder in there:
+        try:
+            readable[folder] = read_config(folder, *KIND)
+        except RunError as error:
+            print(f"NOTE: run {folder.name} is passed over: {error}")
+    fitting = [p for p, found in readable.items() if is_demo == found["is_demo"] and (is_demo or not found["debug"])]
     if not fitting:
-        others = (
-            f" Runs of another kind of data, to be named with run=: {', '.join(p.name for p in there)}."
-            if there
-            else ""
-        )
+        names = ", ".join(p.name for p in readable)
+        others = f" Runs of another kind of data, to be named with run=: {names}." if names else ""
         what = "demo" if is_demo else "real competition"
         raise RunError(
             f"{work / 'runs'}: no run trained on a {what} yet.{others} `papermill 03_train.ipynb` makes one."
@@ -166,7 +180,7 @@ def _last_written(run: Path) -> float:
 
 def differences_in_kind(run: Path, is_demo: bool) -> str:
     """A sentence on a run that was not trained for this kind of data: on the demo or not, on a few patients; else ""."""
-    settings, notes = read_config(run), []
+    settings, notes = read_config(run, *KIND), []
     if settings["is_demo"] != is_demo:
         trained, here = ("the demo", "real data") if settings["is_demo"] else ("real data", "the demo")
         notes.append(f"it was trained on {trained}, and this is {here}")
@@ -187,103 +201,5 @@ def check_settings(run: Path, **now: object) -> None:
         )
 
 
-def trained_folds(run: Path) -> dict[int, Path]:
-    """The folders of the folds whose weights are to be used, by fold number: those that are finished, or, as long as none
-    is, those that were begun."""
-    begun, unfinished = begun_folds(run), unfinished_folds(run)
-    return {fold: folder for fold, folder in begun.items() if fold not in unfinished} or begun
-
-
-def begun_folds(run: Path) -> dict[int, Path]:
-    """The folders of all folds that have weights, by fold number."""
-    needed = ("model.json", "best.safetensors")
-    folders = _fold_folders(run)
-    return {fold: folder for fold, folder in folders.items() if all((folder / name).exists() for name in needed)}
-
-
-def _fold_folders(run: Path) -> dict[int, Path]:
-    named = {re.fullmatch(r"fold(\d+)", folder.name): folder for folder in run.glob("fold*")}
-    return {fold: folder for fold, folder in sorted((int(name[1]), folder) for name, folder in named.items() if name)}
-
-
-def unfinished_folds(run: Path) -> dict[int, str]:
-    """Folds whose training was stopped before the end of its last epoch, with the whole epochs they have; 0 where it was
-    stopped within the first one and left a checkpoint."""
-    planned = read_config(run)["train"]["epochs"]
-    done = {fold: 0 for fold, folder in _fold_folders(run).items() if (folder / "last.pt").exists()}
-    for fold, folder in begun_folds(run).items():
-        history = folder / "history.csv"  # written after the weights: a kill may have come between
-        done[fold] = len(pd.read_csv(history)) if history.exists() else read_model(folder)["epoch"]
-    return {fold: f"epoch {done[fold]} of {planned}" for fold in sorted(done) if done[fold] < planned}
-
-
-def read_config(run: Path) -> dict:
-    """The settings a run was trained with."""
-    return read_json(run / "config.json")["settings"]
-
-
-def read_model(folder: Path) -> dict:
-    """What `model.json` of a fold's folder says of its weights.
-
-    Raises:
-        RunError: it is damaged, or says nothing of the model.
-    """
-    path = folder / "model.json"
-    try:
-        found = read_json(path)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
-        raise RunError(f"{path}: has no settings under the name 'model', as models.save_model writes them")
-    return found
-
-
-def read_summary(run: Path) -> dict | None:
-    """What `summary.json` of a run says; None where there is none."""
-    path = run / "summary.json"
-    return read_json(path) if path.exists() else None
-
-
-def read_oof(run: Path) -> pd.DataFrame:
-    """Out-of-fold scores of the run's folds: patient_id, laterality, image_id (empty where a row is a breast), fold, cancer,
-    score.
-
-    Raises:
-        RunError: a fold's oof.csv is not there, or not whole.
-    """
-    frames = [_read_fold_oof(folder) for folder in trained_folds(run).values()]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=OOF_COLUMNS)
-
-
-def _read_fold_oof(folder: Path) -> pd.DataFrame:
-    path, expected = folder / "oof.csv", read_model(folder).get("oof_rows")
-    found = None
-    if path.exists():
-        found = pd.read_csv(path, dtype={"patient_id": str, "image_id": str}).fillna({"image_id": ""})
-    if found is None or list(found.columns) != OOF_COLUMNS or len(found) != (expected or len(found)):
-        state = "not there" if found is None else f"{len(found)} rows, {expected} were written"
-        raise RunError(f"{path}: {state}. Delete {folder} and train this fold again.")
-    return found
-
-
 def _write_config(folder: Path, settings: dict) -> None:
-    write_json(folder / "config.json", {"settings": settings, "versions": versions(), "git": _git_revision()})
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
-    found = {"rsnakit": rsnakit.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _git_revision() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"  # a zip or a data set, without git
+    write_json(folder / "config.json", {"settings": settings, "versions": versions(), "git": git_revision()})

@@ -14,8 +14,8 @@ LADDER = (
     (
         "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
         "look", "scoring", "resampling", "operating", "breasts", "metrics", "calibration", "nested", "phantom", "tables",
-        "folds", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress", "stopping", "failures",
-        "launching", "distributed", "mixing",
+        "folds", "oof", "versions", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress",
+        "stopping", "failures", "launching", "distributed", "mixing",
     ),
     (
         "params", "env", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow", "pyramid",
@@ -23,7 +23,7 @@ LADDER = (
     ),
     (
         "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots_groups", "plots_cases", "plots",
-        "plots_models", "runs", "tally", "history", "results", "checkpoint", "headers", "weights", "speed",
+        "plots_models", "checkpoint", "runfiles", "runs", "tally", "history", "results", "headers", "weights", "speed",
     ),
     (
         "models", "heatmaps", "samplers", "data", "prepare", "origins", "reading", "batches", "compare", "jobs", "preprocess",

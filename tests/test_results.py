@@ -68,7 +68,7 @@ def test_a_fold_that_was_killed_before_its_history_was_written(run):
     make_fold(run, 0, epochs=1, kept=1)
     (run / "fold0" / "history.csv").unlink()
     assert results.histories(run) == {}
-    assert results.fold_table(run).loc[0, "state"] == "not finished: epoch 1 of 4"
+    assert results.fold_table(run).loc[0, "state"] == "not finished: epoch 1 of 4, history.csv is not there"
 
 
 def test_a_fold_that_was_stopped_within_its_first_epoch(run):
