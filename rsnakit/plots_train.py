@@ -28,11 +28,13 @@ CURVES = {  # limits, then column, colour and line of each curve
 
 
 @look.styled
-def training_curves(histories: Mapping[int, pd.DataFrame]) -> Figure:
+def training_curves(histories: Mapping[int, pd.DataFrame], kept: Mapping[int, int] | None = None) -> Figure:
     """Loss, pF1, AUC, learning rate and gradient norm before clipping against epoch, a row of panels a fold.
 
     Args:
         histories: `history.csv` by fold; columns that are missing are left out.
+        kept: by fold, the epoch whose weights were kept, where that is known (`runs.read_model`): it is marked by a dotted
+            line, and the title is on its scores. Without it, or where any fold's is not known, the title is on the last epoch.
     """
     histories = {fold: history for fold, history in sorted(histories.items()) if len(history)}
     if not histories:
@@ -44,6 +46,8 @@ def training_curves(histories: Mapping[int, pd.DataFrame]) -> Figure:
             for column, color, line in curves:
                 if column in history:
                     ax.plot(history["epoch"], history[column].astype(float), line, color=color, markersize=3)
+            if (kept or {}).get(fold) in set(history["epoch"]):
+                ax.axvline(kept[fold], color=NEUTRAL, linestyle=":", linewidth=1, zorder=1)
             ax.set(title=f"fold {fold}: {name}" if ax is row[0] else name, ylim=limits, xlabel="epoch")
             ax.grid(True)
             ax.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)  # wide enough for one epoch, too
@@ -56,9 +60,11 @@ def training_curves(histories: Mapping[int, pd.DataFrame]) -> Figure:
              f"pF1 {NAIVE}": {"color": "grey", "linestyle": "--"}}  # fmt: skip
     if not any("ema_valid_loss" in history for history in histories.values()):
         del lines["validation, averaged weights"]
+    if kept:
+        lines["epoch whose weights were kept"] = {"color": NEUTRAL, "linestyle": ":", "linewidth": 1}
     handles = [Line2D([], [], label=label, markersize=3, **line) for label, line in lines.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(lines))
-    return look.titled(figure, _curves_title(histories))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return look.titled(figure, _curves_title(histories, kept or {}))
 
 
 @look.styled
@@ -162,21 +168,28 @@ def draw_precision_recall(ax: Axes, labels: np.ndarray, scores: np.ndarray, **li
 # Titles that state the finding
 
 
-def _curves_title(histories: Mapping[int, pd.DataFrame]) -> str:
-    last = pd.DataFrame([history.iloc[-1] for history in histories.values()])
+def _curves_title(histories: Mapping[int, pd.DataFrame], kept: Mapping[int, int]) -> str:
+    found = {fold: history[history["epoch"] == kept.get(fold)] for fold, history in histories.items()}
+    known = all(map(len, found.values()))
+    rows = pd.DataFrame([history.iloc[-1] for history in (found if known else histories).values()])
     names = ("valid_auc", "valid_pf1", "valid_f1")
-    auc, pf1, f1 = (number(last[name].astype(float).mean() if name in last else math.nan) for name in names)
+    auc, pf1, f1 = (number(rows[name].astype(float).mean() if name in rows else math.nan) for name in names)
     folds = f"Fold {next(iter(histories))}" if len(histories) == 1 else f"Mean of {len(histories)} folds"
-    epochs = ", ".join(f"{int(epoch)}" for epoch in sorted(last["epoch"].unique()))
-    title = f"{folds} after epoch {epochs}: validation AUC {auc}, pF1 of the raw scores {pf1} and {NAIVE} {f1}."
-    if "ema_valid_auc" in last:
-        auc, pf1, f1 = (number(last[f"ema_{name}"].astype(float).mean()) for name in names)
+    epochs = sorted({int(epoch) for epoch in rows["epoch"]})
+    when = ", ".join(map(str, epochs))
+    if known:
+        when = f"with the weights that were kept, of epoch{'s' * (len(epochs) > 1)} {when}"
+    else:
+        when = f"after the last epoch ({when})"
+    title = f"{folds} {when}: validation AUC {auc}, pF1 of the raw scores {pf1} and {NAIVE} {f1}."
+    if "ema_valid_auc" in rows:
+        auc, pf1, f1 = (number(rows[f"ema_{name}"].astype(float).mean()) for name in names)
         title += f" With averaged weights: AUC {auc}, pF1 {pf1} and {f1}."
     skipped = sum(int(history["skipped_steps"].sum()) for history in histories.values() if "skipped_steps" in history)
     if skipped:
         title += f" In {skipped:,} steps fp16 overflowed, and they were left out."
     reasons = {"train_resampled": "a resampled epoch, richer in cancers", "train_mixed": "images mixed with others"}
-    apart = [why for name, why in reasons.items() if name in last and last[name].astype(bool).any()]
+    apart = [why for name, why in reasons.items() if name in rows and rows[name].astype(bool).any()]
     if apart:
         title += f" Training scores are of {' and of '.join(apart)}: not to be held against validation."
     return title

@@ -128,6 +128,7 @@ FIGURES: dict[str, dict[str, Callable[[], Figure]]] = {  # by the function, then
     },
     "training_curves": {
         "ordinary": lambda: plots.training_curves({k: make_history(12, train_resampled=True) for k in range(2)}),
+        "kept": lambda: plots.training_curves({0: make_history(12, True), 1: make_history(9)}, {0: 7, 1: 9}),
         "one class": lambda: plots.training_curves({0: make_history(3, valid_auc=math.nan, valid_ap=None)}),
         "one point": lambda: plots.training_curves({2: make_history(1)}),
         "no point": lambda: plots.training_curves({0: make_history(0)}),

@@ -213,10 +213,26 @@ def test_training_curves_show_the_history():
     assert colors[::2] == colors[1::2] and len(set(colors)) == 3
     # (0.5 + 0.04 x 6 + 0.5 + 0.04 x 5) / 2, and so on; averaged in fold 0 alone: 0.5 + 0.05 x 5
     assert title(figure).startswith(
-        "Mean of 2 folds after epoch 5, 6: validation AUC 0.72, pF1 of the raw scores 0.22 and at its"
+        "Mean of 2 folds after the last epoch (5, 6): validation AUC 0.72, pF1 of the raw scores 0.22 and at its"
     )
     assert "With averaged weights: AUC 0.75, pF1 0.25 and 0.3" in title(figure)
     assert "averaged" not in title(plots.training_curves({1: histories[1]}))
+
+
+def test_training_curves_speak_of_the_epoch_whose_weights_were_kept():
+    histories = {0: make_history(3, valid_auc=[0.5, 0.7, 0.6]), 1: make_history(4, valid_auc=[0.5, 0.6, 0.9, 0.4])}
+    figure = plots.training_curves(histories, {0: 2, 1: 3})
+    assert title(figure).startswith(
+        "Mean of 2 folds with the weights that were kept, of epochs 2, 3: validation AUC 0.80, "
+    )
+    marked = [[line.get_xdata()[0] for line in ax.lines if line.get_linestyle() == ":"] for ax in figure.axes]
+    assert marked == [[2]] * 5 + [[3]] * 5
+    same = title(plots.training_curves(histories, {0: 2, 1: 2}))
+    assert "that were kept, of epoch 2: validation AUC 0.65" in same
+    for unknown in (None, {}, {0: 2}, {0: 2, 1: 9}):  # of a fold whose history was cut, nothing is known
+        assert "Mean of 2 folds after the last epoch (3, 4): validation AUC 0.50" in title(
+            plots.training_curves(histories, unknown)
+        )
 
 
 def test_training_curves_count_the_steps_that_fp16_left_out():
