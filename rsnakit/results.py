@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from rsnakit import metrics, nested, runs
-from rsnakit.files import write_json
+from rsnakit.files import READ_ONLY, write_json
 
 COUNTS = ("epoch", "breasts", "positives")
 NESTED = ("nested_f1", "nested_low", "nested_high")
@@ -51,6 +51,18 @@ def write_summary(run: Path) -> dict:
         write_json(run / "summary.json", summary)
         if _written(run) == before:
             return summary
+
+
+def update_summary(run: Path) -> dict:
+    """As `write_summary`, for whoever only looks at a run: where its folder cannot be written to, as a data set's on Kaggle or
+    a colleague's, `summary.json` stays as it is, with a line that says so."""
+    try:
+        return write_summary(run)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        print(f"NOTE: {run / 'summary.json'} stays as it is, since it cannot be written to: {error.strerror}")
+    return summarize(run)
 
 
 def summarize(run: Path, aggregate: str = "mean") -> dict:

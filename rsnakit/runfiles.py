@@ -68,7 +68,8 @@ def read_history(folder: Path) -> pd.DataFrame | None:
         return pd.read_csv(path) if path.exists() else None
     except ValueError as error:  # pandas' own kinds of it
         raise RunError(
-            f"{path}: cannot be read as csv ({str(error).strip()}). Delete it: it shows how training went, and scores need it not."
+            f"{path}: cannot be read as csv ({str(error).strip()}). Delete it: it shows how training went, and "
+            "no score needs it."
         ) from error
 
 

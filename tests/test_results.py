@@ -1,7 +1,10 @@
 """What a notebook shows of a run that is on disk: all folds there are, by the scores of the weights that were kept."""
 
 import dataclasses
+import errno
 import json
+import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -235,3 +238,38 @@ def test_a_summary_of_another_way_from_images_to_breasts(run):
     assert found["by_aggregate"] == written["by_aggregate"]
     assert found["threshold"] == found["by_aggregate"]["max"]["threshold"] != written["threshold"]
     assert found["nested"]["f1"]["value"] == found["by_aggregate"]["max"]["nested_f1"]
+
+
+@pytest.mark.parametrize(("number", "before"), [(errno.EROFS, None), (errno.EACCES, "{}"), (errno.EPERM, None)])
+def test_a_run_that_cannot_be_written_to_is_scored_all_the_same(run, monkeypatch, capsys, number, before):
+    """Training has to leave a summary, and fails without; who only looks at the run is told that it stays as it is."""
+    for fold in (0, 1):
+        make_fold(run, fold, epochs=4, kept=4)
+    expected = results.update_summary(run)
+    assert json.loads((run / "summary.json").read_text()) == expected and capsys.readouterr().out == ""
+    (run / "summary.json").unlink() if before is None else (run / "summary.json").write_text(before)
+    there = sorted(run.iterdir())
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("rsnakit.files.os.replace", refuse)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        results.write_summary(run)
+    assert results.update_summary(run) == expected
+    said = capsys.readouterr().out
+    assert (
+        said == f"NOTE: {run / 'summary.json'} stays as it is, since it cannot be written to: {os.strerror(number)}\n"
+    )
+    assert sorted(run.iterdir()) == there and (before is None or (run / "summary.json").read_text() == before)
+
+
+def test_a_full_disk_is_no_run_to_be_looked_at_only(run, monkeypatch):
+    make_fold(run, 0, epochs=4, kept=4)
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rsnakit.files.os.replace", refuse)
+    with pytest.raises(OSError, match="MB are free"):
+        results.update_summary(run)
