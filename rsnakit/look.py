@@ -29,6 +29,7 @@ NESTED, NAIVE = "at thresholds from other folds (nested)", "at its best threshol
 FUNCTIONS = {"LINEAR": "#56B4E9", "LINEAR_EXACT": "#F0E442", "SIGMOID": "#000000"}
 
 WIDTH = 10.5  # inches: the width of a cell's output in JupyterLab at 100 %
+NAME_LENGTH = 20  # characters of a site's, machine's or run's name beside an axis, which keeps its width so
 MAX_VALUE = 4095  # of the 12-bit images that preprocessing makes
 STYLE = {
     "figure.facecolor": "white",  # also under JupyterLab's dark theme, where black text on nothing can't be read
@@ -42,6 +43,7 @@ STYLE = {
     "axes.axisbelow": True,
     "grid.color": "#E3E3E3",
     "legend.frameon": False,
+    "text.parse_math": False,  # a $ in a name is a $
 }
 
 # A score as figures take it: a `metrics.Interval`, the dict of a summary.json, or a number alone.
@@ -62,22 +64,30 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 
 def titled(figure: Figure, title: str) -> Figure:
-    """The figure with a title over all its panels, on as many lines as its width asks for."""
-    font = FontProperties(size=12, weight="bold")
+    """The figure with a title over all its panels, on as many lines as its width asks for; it ends without a full stop."""
+    font, title = FontProperties(size=12, weight="bold"), title.strip().removesuffix(".")
     figure.suptitle(_wrapped(title, 72 * 0.95 * figure.get_figwidth(), font), x=0.01, ha="left", fontproperties=font)
     return figure
 
 
 def _wrapped(text: str, width: float, font: FontProperties) -> str:
-    """A text on as many lines as it takes for none to be wider, in points; a word that is wider has a line of its own."""
+    """A text on as many lines as it takes for none to be wider, in points; a word that is wider is shortened."""
     lines, measure = [""], TextToPath()
     for word in re.split(r"\s+(?!%)", text.strip()):  # a number stays with its %
+        word = short(word, max(8, int(width / font.get_size())))  # no letter is wider than its font's size
         longer = f"{lines[-1]} {word}".strip()
         if measure.get_text_width_height_descent(longer, font, False)[0] > width and lines[-1]:
             lines.append(word)
         else:
             lines[-1] = longer
     return "\n".join(lines)
+
+
+def short(name: object, most: int = NAME_LENGTH) -> str:
+    """A name of so many characters at most: of a longer one the beginning and the end, which tell it from others."""
+    name = str(name)
+    end = (most - 1) // 2
+    return name if len(name) <= most else f"{name[: most - 1 - end].rstrip()}…{name[len(name) - end :].lstrip()}"
 
 
 def nothing(why: str) -> Figure:
@@ -107,8 +117,8 @@ def bare(ax: Axes) -> None:
 
 
 def label_bars(ax: Axes, labels: list[str], inches: float) -> None:
-    """Labels below upright bars at 0, 1, ...; turned where they would run into each other on an axis that wide."""
-    room = 0.92 * inches / max(len(labels), 1)
+    """Labels below upright bars at 0, 1, ..., long ones shortened; turned if they would meet on an axis so wide, in inches."""
+    labels, room = [short(label, 12) for label in labels], 0.92 * inches / max(len(labels), 1)
     lengths = [0.086 * len(label) for label in labels]  # inches, at 10 points
     neighbours = [(left + right) / 2 for left, right in itertools.pairwise(lengths)]
     crowded = max(neighbours, default=0.0) > room

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from rsnakit import look
 from rsnakit.look import CANCER, LABEL_COLORS, NEUTRAL, NO_CANCER, WIDTH, percent
@@ -58,7 +58,7 @@ def montage(
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     frames = colors if colors is not None else [None] * len(images)
     for ax, image, text, color in zip(axes.flat, images, titles, frames, strict=False):
-        framed(ax, image, text, color)
+        framed(ax, image, _shortened(text, size[0] / columns), color)
     for ax in axes.flat[len(images) :]:
         ax.set_axis_off()
     return look.titled(figure, title) if title else figure
@@ -92,7 +92,7 @@ def before_after(
     for (above, below), display, (top, left, bottom, right), image, text, (height, width) in columns:
         look.show_image(above, display)
         draw_box(above, (top, left, bottom, right), display.shape, (height, width))
-        above.set_title(text, fontsize=9)
+        above.set_title(_shortened(text, size[0] / len(displays)), fontsize=9)
         look.show_image(below, image)
         for ax, shape in ((above, (height, width)), (below, image.shape)):
             ax.set_xlabel(f"{shape[0]} x {shape[1]} pixels", fontsize=9)
@@ -133,10 +133,16 @@ def differences(image: np.ndarray, others: Mapping[str, np.ndarray]) -> Figure:
     scale.ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     last.set(xlabel="levels off", title="pixels so far off or farther, %", xlim=(0.5, most + 0.5))
     last.yaxis.set_major_formatter("{x:g}")
+    last.yaxis.set_minor_formatter(NullFormatter())  # its own would write mathematics
     last.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     last.grid(True)
     last.legend(fontsize=9)
     return look.titled(figure, ". ".join(f"{name}: {_difference(error)}" for name, error in errors.items()))
+
+
+def _shortened(text: object, inches: float) -> str:
+    """A text of which no line is wider than an image of such a width, at 9 points."""
+    return "\n".join(look.short(line, max(8, int(10 * inches))) for line in str(text).split("\n"))
 
 
 # Titles that state the finding

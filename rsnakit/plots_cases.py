@@ -107,7 +107,7 @@ def worst_mistakes(
     columns = 2 * min(int(counts.max()), ACROSS)
     rows = {label: -(-2 * count // columns) for label, count in counts.items()}  # of images, each kind
     cell = min(0.93 * WIDTH / columns, 2.0)  # inches
-    texts = {row["image_id"]: _below(row, heatmaps.get(row["image_id"])) for row in shown.to_dict("records")}
+    texts = {row["image_id"]: _below(row, heatmaps.get(row["image_id"]), cell) for row in shown.to_dict("records")}
     below = 0.13 * max(text.count("\n") + 1 for text in texts.values())
     height = sum(rows.values()) * (cell * store.shape[0] / store.shape[1] + 0.45 + below) + 0.8
     size = (max(columns * cell / 0.93, 7), height)
@@ -252,10 +252,13 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _below(row: Mapping, heat: np.ndarray | None) -> str:
-    """What stands below an image, which is narrow: facts of the woman and of the machine, and an empty heat map."""
-    lines = facts(row, ("age", "density")), facts(row, ("site_id", "machine_id")), NO_HEAT if is_empty(heat) else ""
-    return "\n".join(filter(None, lines))
+def _below(row: Mapping, heat: np.ndarray | None, inches: float) -> str:
+    """What stands below an image of such a width: facts of the woman and of the machine, and an empty heat map."""
+    whose, where = facts(row, ("age", "density")), facts(row, ("site_id", "machine_id"))
+    most = int(12 * inches)  # letters at 8 points, of names all of which may be wide
+    if len(where) > 1.5 * most:
+        where = "\n".join(look.short(facts(row, [name]), most) for name in ("site_id", "machine_id"))
+    return "\n".join(filter(None, [whose, where.strip(), NO_HEAT if is_empty(heat) else ""]))
 
 
 def _wrapped(text: str, inches: float) -> str:

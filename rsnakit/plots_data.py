@@ -115,7 +115,7 @@ def header_overview(headers: pd.DataFrame) -> Figure:
     for name in ("transfer_syntax", "photometric"):
         shares = good[name].fillna("missing").value_counts(ascending=True)
         bars = axes[name].barh(range(len(shares)), shares, color=[look.color_of(value) for value in shares.index])
-        axes[name].set_yticks(range(len(shares)), shares.index)
+        axes[name].set_yticks(range(len(shares)), map(look.short, shares.index))
         axes[name].set(title=name.replace("_", " "), xlabel="images")
         axes[name].bar_label(bars, [f"{n:,}" for n in shares], fontsize=9, padding=3)
         axes[name].margins(x=0.15)
@@ -149,10 +149,10 @@ def machine_differences(images: pd.DataFrame) -> Figure:
     n = site.nunique() + (site + " " + machine).nunique()
     figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH, 1.5 + 0.24 * (n + site.nunique() / 2)))
     for ax, (name, unit, values, ends) in zip(axes, panels, strict=True):
-        sections = {
-            f"site {place} (images)": _machine_lines(values[site == place], machine, ends, SITES.get(place, NEUTRAL))
-            for place in sorted(site.unique())
-        }
+        sections = {}
+        for place in sorted(site.unique()):
+            lines = _machine_lines(values[site == place], machine, ends, SITES.get(place, NEUTRAL))
+            sections.setdefault(f"site {look.short(place, 14)} (images)", []).extend(lines)
         found = np.array([line[1:4] for lines in sections.values() for line in lines], dtype=float)
         found = found[np.isfinite(found)] if np.isfinite(found).any() else np.array([0.0, 1.0])
         margin = 0.08 * np.ptp(found) or 0.1 * abs(found[0]) or 1.0
@@ -186,8 +186,13 @@ def birads_leak(table: pd.DataFrame) -> Figure:
         errors[:, found["n"] == 0] = math.nan  # nothing known: no bar, rather than one from 0 to 100 %
         colors = [look.color_of(value, dict.fromkeys(order, SITES.get(site, NEUTRAL))) for value in order]
         ax.bar(range(len(order)), 100 * found["rate"], 0.7, color=colors, yerr=errors, capsize=3)
-        ax.set_xticks(range(len(order)), [f"{v}\nn = {n:,}" for v, n in zip(order, found["n"], strict=True)])
-        ax.set(title=f"site {site}: AUC {number(_birads_auc(rows))}", xlabel="BI-RADS, and number of images")
+        ax.set_xticks(
+            range(len(order)), [f"{look.short(v, 10)}\nn = {n:,}" for v, n in zip(order, found["n"], strict=True)]
+        )
+        ax.set(
+            title=f"site {look.short(site, 14)}: AUC {number(_birads_auc(rows))}",
+            xlabel="BI-RADS, and number of images",
+        )
     axes[0][0].set_ylabel("images with cancer, %")
     auc = _birads_auc(table)
     if math.isnan(auc):
@@ -203,7 +208,7 @@ def _machine_lines(
     """A line a machine of one site's images: their median with 10 to 90 % of them, or with the medians of their `ends`."""
     lines = {}
     for name, rows in values.groupby(machine[values.index]):
-        known, label = rows.dropna().astype(float), f"{name} ({len(rows):,})"
+        known, label = rows.dropna().astype(float), f"{look.short(name)} ({len(rows):,})"
         if known.empty:
             lines[name] = look.Line(label, note="none known", color=color)
             continue
@@ -230,6 +235,7 @@ def _compare_sites(rates: pd.DataFrame | None) -> str:
         return ""
     (a, first), (b, second) = rates.iterrows()
     apart = first["high"] < second["low"] or second["high"] < first["low"]
+    a, b = look.short(a), look.short(b)
     text = f"Site {a} has {percent(first['rate'])}, site {b} {percent(second['rate'])}: their intervals "
     return text + ("do not overlap" if apart else "overlap")
 
@@ -238,7 +244,7 @@ def _lines(name: str, rates: pd.DataFrame) -> list[look.Line]:
     """Of a forest: a line a category of a column, its rate in %."""
     colors = [look.color_of(value, SITES if name == "site_id" else None) for value in rates.index]
     values = (100 * rates[["rate", "low", "high"]]).itertuples(index=False)
-    labels = [f"{value} ({int(n):,})" for value, n in rates["n"].items()]
+    labels = [f"{look.short(value)} ({int(n):,})" for value, n in rates["n"].items()]
     return [look.Line(label, *row, color) for label, row, color in zip(labels, values, colors, strict=True)]
 
 
@@ -248,7 +254,7 @@ def _windows(ax: Axes, headers: pd.DataFrame) -> int:
     functions = windowed["voi_function"].fillna("no function")
     for number_, (function, rows) in enumerate(windowed.groupby(functions)):
         color, marker = look.FUNCTIONS.get(function, "white"), "osD^v<>P"[number_ % 8]
-        label = f"{function}: {counted(len(rows), 'image')}"
+        label = f"{look.short(function)}: {counted(len(rows), 'image')}"
         x, y = rows["window_center"], rows["window_width"]
         ax.scatter(x, y, 45, color, marker=marker, edgecolors="black", label=label)
     ax.set(title="first windows", xlabel="center, stored units", ylabel="width, stored units")

@@ -83,18 +83,15 @@ def comparison(table: pd.DataFrame, name: str = "This run") -> Figure:
     """
     if table.empty:
         return look.nothing("No other run to compare with")
-    sections = {
-        f"{name} less {other}": [
-            Line(row.score, row.difference, row.low, row.high, VALIDATION, _better(row.probability))
-            for row in rows.itertuples()
-        ]
-        for other, rows in table.groupby("other", sort=False)
-    }
+    sections = {}
+    for row in table.itertuples():
+        line = Line(row.score, row.difference, row.low, row.high, VALIDATION, _better(row.probability))
+        sections.setdefault(f"{look.short(name)} less {look.short(row.other)}", []).append(line)
     widest = np.nanmax(table[["difference", "low", "high"]].abs().to_numpy(float), initial=0.0) or 0.05
     figure, ax = plt.subplots(figsize=(WIDTH, 1.2 + 0.26 * (len(table) + 1.5 * len(sections))))
     look.forest(ax, sections, (-1.08 * widest, 1.08 * widest), "{:+.3f}")
     ax.axvline(0, color="black", linewidth=1, linestyle=":", zorder=1)
-    ax.set_xlabel(f"difference with its 95 % interval; right of the dotted line {name} is better")
+    ax.set_xlabel(f"difference with its 95 % interval; right of the dotted line {look.short(name)} is better")
     return look.titled(figure, _comparison_title(table.iloc[0], name))
 
 
@@ -105,7 +102,7 @@ def _better(probability: float) -> str:
 def _group_lines(rows: pd.DataFrame) -> list[Line]:
     colors = SITES if rows["column"].iloc[0] == "site_id" else None
     return [
-        Line(f"{row.group} ({row.breasts:,}, {row.positive:,})", row.value, row.low, row.high,
+        Line(f"{look.short(row.group)} ({row.breasts:,}, {row.positive:,})", row.value, row.low, row.high,
              look.color_of(row.group, colors), row.note)
         for row in rows.itertuples()
     ]  # fmt: skip
@@ -139,7 +136,10 @@ def _forest_title(table: pd.DataFrame, whole: float, name: str) -> str:
     apart = scored[(scored["low"] > whole) | (scored["high"] < whole)]
     if apart.empty:
         return f"No group's {name} is apart from that of all, {number(whole)}, by more than its interval{note}"
-    names = [f"{NAMES.get(row.column, row.column)} {row.group} ({number(row.value)})" for row in apart.itertuples()]
+    names = [
+        f"{NAMES.get(row.column, row.column)} {look.short(row.group)} ({number(row.value)})"
+        for row in apart.itertuples()
+    ]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     chance = f"{0.05 * len(scored):.1f}".removesuffix(".0")
     return (
@@ -172,10 +172,11 @@ def _folds_title(folds: pd.DataFrame) -> str:
 
 def _comparison_title(row: pd.Series, name: str) -> str:
     value, low, high = (row[column] for column in ("difference", "low", "high"))
+    name, other = look.short(name, 40), look.short(row["other"], 40)
     if not math.isfinite(value):
-        return f"{row['score']} of {name} and {row['other']} cannot be compared"
+        return f"{row['score']} of {name} and {other} cannot be compared"
     side = "above" if value >= 0 else "below"
-    title = f"{name} scores {abs(value):.3f} {side} {row['other']} in {row['score']}"
+    title = f"{name} scores {abs(value):.3f} {side} {other} in {row['score']}"
     if math.isnan(low):
         return title
     title += f", 95 %: {low:+.3f} to {high:+.3f}, and is better in {percent(row['probability'])} of resamples"

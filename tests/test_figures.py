@@ -3,6 +3,7 @@ look, and writes nothing over it."""
 
 import io
 import math
+import re
 from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
@@ -38,9 +39,10 @@ from figures import (
 from IPython.core.pylabtools import print_figure
 from matplotlib.colors import same_color
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from torch import nn
 
-from rsnakit import plots, plots_cases, plots_models
+from rsnakit import look, plots, plots_cases, plots_models
 from rsnakit.headers import COLUMNS
 from rsnakit.metrics import Interval
 
@@ -326,6 +328,66 @@ def test_every_figure_says_something_in_the_one_look_and_writes_nothing_over_it(
     if name != "montage":
         assert len(title(figure)) > 15 and "nan" not in title(figure)
         assert same_color(figure._suptitle.get_color(), "black")
+
+
+LONG = {
+    "1": "St. $Mary's$ General Hospital of the County at Long_Name, East",
+    "2": "2",
+    "40": "Hologic $3D$ " + 40 * "x",
+    "41": "y" * 60,
+}
+ODD_NAMES = TABLE.assign(
+    site_id=TABLE["site_id"].astype(str).replace(LONG), machine_id=TABLE["machine_id"].astype(str).replace(LONG)
+)
+RUN = "a_run_of_a_very_long_name_with_$money$_and_its_settings_0123456789abcdef"
+LONG_NAMED = {
+    "counts": lambda: plots.counts(ODD_NAMES),
+    "positive_rate": lambda: plots.positive_rate(ODD_NAMES),
+    "machine_differences": lambda: plots.machine_differences(make_origins().assign(
+        **ODD_NAMES[["site_id", "machine_id"]])),
+    "birads_leak": lambda: plots.birads_leak(ODD_NAMES),
+    "header_overview": lambda: plots.header_overview(make_headers().assign(transfer_syntax=LONG["1"], voi_function=LONG["40"])),
+    "forest": lambda: plots.forest(make_groups(ODD_NAMES), 0.55),
+    "comparison": lambda: plots.comparison(
+        pd.concat(make_differences(1, NESTED, "AUC").assign(other=other) for other in (RUN, RUN + "$")), RUN
+    ),
+    "worst_mistakes": lambda: plots.worst_mistakes(scored(ODD_NAMES), ODD_NAMES, Pictures(), 0.5),
+    "montage": lambda: plots.montage(IMAGES * 2, [f"{LONG['1']}\n{LONG['41']}"] * 6, title=LONG["1"]),
+    "before_after": lambda: plots.before_after([IMAGES[0] / 4095] * 6, [(0, 0, 9, 9)] * 6, IMAGES * 2, [LONG["41"]] * 6),
+    "no images": lambda: plots.montage([], [], title="x" * 300 + " is the name of a site, and $y$ of another"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG_NAMED)
+def test_long_names_are_shortened_and_a_dollar_is_a_dollar(name, recwarn):
+    figure = LONG_NAMED[name]()
+    assert faults(figure) == []
+    assert [str(warning.message) for warning in recwarn] == []
+    texts = figure.findobj(Text)
+    assert not any(text.get_parse_math() for text in texts if "$" in text.get_text())
+    assert any("…" in text.get_text() for text in texts)
+    for ax in figure.axes:
+        if ax.axison and name != "before_after":
+            width, height = ax.get_window_extent().size / figure.dpi  # inches
+            assert width > 1 and height > 0.5, ax.get_title(loc="left")
+
+
+def test_short_names_keep_their_ends():
+    assert look.short("x" * 20) == "x" * 20 and look.short(49) == "49"
+    assert look.short("abcdefghijklmnopqrstuvwxyz") == "abcdefghij…rstuvwxyz"
+    assert look.short("St. Mary's General Hospital", 12) == "St. Ma…pital"
+    assert look.short("ab     cdefgh", 8) == "ab…fgh"
+
+
+def test_runs_whose_short_names_are_one_are_all_there():
+    table = pd.concat(make_differences(1, "AUC").assign(other=f"a_run_of_{i}_a_very_long_name") for i in range(3))
+    assert len(plots.comparison(table).axes[0].texts) == 3
+
+
+def test_titles_end_without_a_full_stop():
+    one_site = plots.positive_rate(TABLE.assign(site_id=1))
+    assert re.search(r"\(\d+ of 120\)$", title(one_site))
+    assert not title(plots.training_curves({0: make_history(3, skipped_steps=1)})).endswith(".")
 
 
 def test_jupyter_shows_figures_opaque_and_those_without_data_too():
