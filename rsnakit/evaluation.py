@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from rsnakit import breasts, data, env, leaks, metrics, models, preprocess, runs
+from rsnakit import breasts, data, env, leaks, look, metrics, models, preprocess, runs
 from rsnakit.breasts import BREAST
 from rsnakit.fields import check_all
 from rsnakit.nested import Nested, nested_threshold
@@ -216,8 +216,8 @@ def comparison(scored: Mapping[str, pd.DataFrame], n: int = 1000, seed: int = 0)
 
     Returns:
         A row a pair and score: `other`, `score`, `difference` (above 0: the first is better), `low` and `high` at 95 %, and
-        `probability`, the share of resamples in which the first is better. F1 is that of calls at nested thresholds, where
-        both runs have several folds.
+        `probability`, the share of resamples in which the first is better. First comes pF1 of the calls at nested thresholds,
+        where both runs have several folds.
     """
     first, *_ = scored.values()
     rows = []
@@ -225,7 +225,7 @@ def comparison(scored: Mapping[str, pd.DataFrame], n: int = 1000, seed: int = 0)
         pairs = {score: (first["score"], other["score"], statistic) for score, statistic in SCORES.items()}
         calls = [nested_threshold(frame, n=n, seed=seed) for frame in (first, other)]
         if None not in calls:
-            pairs = {"F1 at nested thresholds": (*(c.called.astype(float) for c in calls), metrics.pfbeta), **pairs}
+            pairs = {f"pF1 {look.NESTED}": (*(c.called.astype(float) for c in calls), metrics.pfbeta), **pairs}
         for score, (ours, theirs, statistic) in pairs.items():
             found = metrics.compare(first["cancer"], ours, theirs, first["patient_id"], statistic, n=n, seed=seed)
             rows.append(

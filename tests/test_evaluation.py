@@ -157,9 +157,9 @@ def test_a_run_against_itself_and_against_a_worse_one():
         row = found.loc[("worse", score)]
         assert row["difference"] == pytest.approx(difference) and row["low"] <= difference <= row["high"]
         assert row["probability"] > 0.9
-    assert found.index.get_level_values("score")[0] == "F1 at nested thresholds"
+    assert found.index.get_level_values("score")[0] == "pF1 at thresholds from other folds (nested)"
     one_fold = {name: frame.assign(fold=0) for name, frame in (("one", one), ("worse", worse))}
-    assert "F1 at nested thresholds" not in set(evaluation.comparison(one_fold, n=100)["score"])
+    assert "pF1 at thresholds from other folds (nested)" not in set(evaluation.comparison(one_fold, n=100)["score"])
     assert evaluation.comparison({"one": one}).empty
 
 
