@@ -1,5 +1,5 @@
 """Runs and a competition to a submission: every breast of test.csv gets its row, whatever happens to its images. What is
-written, and checked as the competition would, stands in `submission`."""
+written, and checked as the competition would, stands in `submission`; where breasts are cut, in `calling`."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ from rsnakit.submission import SubmissionError, check_submission, write_submissi
 from rsnakit.targets import view_ids
 
 __all__ = [
-    "Ensemble", "InferConfig", "SubmissionError", "check_submission", "choose_threshold", "load_ensemble", "predict",
-    "refuse_other_settings", "write_submission",
+    "Ensemble", "InferConfig", "SubmissionError", "check_submission", "load_ensemble", "predict", "refuse_other_settings",
+    "write_submission",
 ]  # fmt: skip
 
 REPORT_COLUMNS = ["prediction_id", "patient_id", "laterality", "image_id", "status", "score", "seconds", "reason"]
@@ -33,7 +33,7 @@ BREASTS = 512  # pooled at a time
 class InferConfig:
     """How a run's models are used on new images."""
 
-    threshold: float | str = setting("auto", low=0.0, high=1.0, choices=("auto", "none"))  # or a number in [0, 1]
+    threshold: float | str = setting("auto", low=0.0, high=1.0, choices=("auto", "none", "percentile"))
     aggregate: str = setting("mean", choices=metrics.HOWS)  # of a breast's images
     infer_batch_size: int = setting(8, low=1, high=1024)  # images
 
@@ -220,41 +220,3 @@ class _Features:
         scores = _mean_probability(logits)
         scores[~mask.any(1).numpy()] = np.nan
         return scores[codes]
-
-
-def choose_threshold(config: InferConfig, run: Path) -> tuple[float | None, str]:
-    """The threshold that the settings mean for a run, None for none, and a sentence on where it comes from.
-
-    `auto` is the out-of-fold threshold of scores that were brought to breasts by the same `aggregate`: the maximum of
-    several images is higher than their mean, and wants a higher one.
-
-    Raises:
-        rsnakit.runs.RunError: `auto`, and the run has no summary, one of other folds, or one without this aggregate's
-            threshold.
-    """
-    if config.threshold == "none":
-        return None, "no threshold: the scores are submitted as they are"
-    if config.threshold != "auto":
-        return float(config.threshold), f"threshold {float(config.threshold):g}, as given"
-    summary = runs.read_summary(run)
-    if summary is None:
-        raise runs.RunError(
-            f"{run}: no summary.json, and threshold='auto' is read from it; run 03_train, or give a number"
-        )
-    if summary["folds"] != list(runs.trained_folds(run)):
-        raise runs.RunError(
-            f"{run}: the threshold in summary.json is that of folds {summary['folds']}, and there are weights of folds "
-            f"{list(runs.trained_folds(run))}. Run 03_train again, which rewrites it, or give a number."
-        )
-    chosen = summary.get("by_aggregate", {"mean": summary}).get(config.aggregate)
-    if chosen is None:
-        raise runs.RunError(
-            f"{run}: summary.json has no threshold for aggregate={config.aggregate!r}; an older version of the kit wrote it. "
-            "Run 03_train again, which rewrites it, or give a number."
-        )
-    folds, expected = ", ".join(map(str, summary["folds"])), chosen.get("nested_f1")
-    source = f"threshold {chosen['threshold']:.4f}, the best on the out-of-fold scores of fold {folds}, each breast's "
-    source += f"{config.aggregate} over images"
-    if expected is None:
-        return chosen["threshold"], source
-    return chosen["threshold"], f"{source}; pF1 to be expected: {expected:.3f}, that of thresholds from other folds"

@@ -21,7 +21,7 @@ def write_submission(
     """Brings a report's images to breasts, cuts at the threshold and writes the submission, whole or not at all.
 
     Args:
-        report: as `predict` gives it.
+        report: as `predict` gives it, or breasts of it, as `calling.to_breasts` gives them.
         threshold: scores at or above it become 1, others 0; None leaves them.
         aggregate: one of `metrics.HOWS`, over a breast's images (see `metrics.to_breast`).
 

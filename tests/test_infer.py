@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from rsnakit import data, engine, infer, models, preprocess, runs
+from rsnakit import calling, data, engine, infer, models, preprocess, runs
 from rsnakit.engine import TrainConfig
 from rsnakit.env import RunConfig
 from rsnakit.infer import InferConfig, SubmissionError
@@ -173,24 +173,24 @@ def test_other_aggregates_are_refused():
 
 
 def test_thresholds(run, tmp_path):
-    assert infer.choose_threshold(InferConfig(), run)[0] == 0.5
-    assert infer.choose_threshold(InferConfig(threshold="none"), run)[0] is None
-    assert infer.choose_threshold(InferConfig(threshold=0.31, aggregate="max"), run)[0] == 0.31
+    assert calling.choose_threshold(InferConfig(), run)[0] == 0.5
+    assert calling.choose_threshold(InferConfig(threshold="none"), run)[0] is None
+    assert calling.choose_threshold(InferConfig(threshold=0.31, aggregate="max"), run)[0] == 0.31
     without = make_run(tmp_path, threshold=None)
     with pytest.raises(runs.RunError, match="threshold='auto' is read from it"):
-        infer.choose_threshold(InferConfig(), without)
+        calling.choose_threshold(InferConfig(), without)
 
 
 def test_the_threshold_is_that_of_the_aggregate(tmp_path):
     """The maximum of a breast's images is higher than their mean: the mean's threshold would call too many."""
     run = make_run(tmp_path, threshold=0.5)
     with pytest.raises(runs.RunError, match=r"no threshold for aggregate='max'.*Run 03_train again"):
-        infer.choose_threshold(InferConfig(aggregate="max"), run)  # a summary of an older kit has the mean's alone
+        calling.choose_threshold(InferConfig(aggregate="max"), run)  # a summary of an older kit has the mean's alone
     chosen = {"mean": {"threshold": 0.5, "nested_f1": 0.41}, "max": {"threshold": 0.7, "nested_f1": None}}
     (run / "summary.json").write_text(json.dumps({"threshold": 0.5, "folds": [0, 1], "by_aggregate": chosen}))
-    threshold, source = infer.choose_threshold(InferConfig(), run)
+    threshold, source = calling.choose_threshold(InferConfig(), run)
     assert threshold == 0.5 and "fold 0, 1" in source and "pF1 to be expected: 0.410" in source
-    threshold, source = infer.choose_threshold(InferConfig(aggregate="max"), run)
+    threshold, source = calling.choose_threshold(InferConfig(aggregate="max"), run)
     assert threshold == 0.7 and "max over images" in source and "expected" not in source
 
 
@@ -302,7 +302,7 @@ def test_a_fold_that_was_stopped_is_left_out_where_another_is_finished(tmp_path)
     assert runs.unfinished_folds(stopped) == {1: "epoch 0 of 1"}
     assert list(infer.load_ensemble(stopped).models) == [0]
     with pytest.raises(runs.RunError, match=r"that of folds \[0, 1\], and there are weights of folds \[0\]"):
-        infer.choose_threshold(InferConfig(), stopped)
+        calling.choose_threshold(InferConfig(), stopped)
     pd.DataFrame({"epoch": []}).to_csv(stopped / "fold0" / "history.csv", index=False)
     assert list(infer.load_ensemble(stopped).models) == [0, 1]  # none is finished: those there are
 
@@ -320,7 +320,7 @@ def test_a_damaged_file_is_named(tmp_path, name):
     (run / name).write_text((run / name).read_text()[:20])
     with pytest.raises(ValueError, match=f"{name}: cut short or damaged"):
         infer.load_ensemble(run)
-        infer.choose_threshold(InferConfig(), run)
+        calling.choose_threshold(InferConfig(), run)
 
 
 def test_which_run_is_taken(tmp_path):

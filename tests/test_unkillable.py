@@ -391,7 +391,9 @@ def test_a_fold_that_ends_while_another_is_scored_is_not_lost(unbroken, tmp_path
     for fold in (0, 1):
         shutil.copytree(run / "fold0", staged / f"fold{fold}")
         oof = pd.read_csv(staged / f"fold{fold}" / "oof.csv")
-        oof.assign(patient_id=oof["patient_id"] + fold).to_csv(staged / f"fold{fold}" / "oof.csv", index=False)
+        oof.assign(patient_id=oof["patient_id"] + fold, fold=fold).to_csv(
+            staged / f"fold{fold}" / "oof.csv", index=False
+        )
     shutil.rmtree(run / "fold0")
     (run / "summary.json").unlink()
     arguments = run, staged, CONTEXT.Event(), CONTEXT.Event()
