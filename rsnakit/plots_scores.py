@@ -86,23 +86,30 @@ def threshold_curve(
 
 @look.styled
 def operating_curves(
-    breasts: pd.DataFrame, points: Mapping[str, float] | None = None, scores: Mapping[str, Score] | None = None
+    breasts: pd.DataFrame,
+    points: Mapping[str, float | Sequence[bool]] | None = None,
+    scores: Mapping[str, Score] | None = None,
 ) -> Figure:
-    """Precision against recall and ROC side by side, with the operating points of thresholds.
+    """Precision against recall and ROC side by side, with the operating points of thresholds and of calls.
 
     Args:
         breasts: a row a breast, with score and cancer.
-        points: thresholds by what the figure calls them, at most five, the most important first; one that calls nothing is left
-            out.
+        points: by what the figure calls them, at most five, the most important first: a threshold, or (N,) bool which of the
+            breasts are called, where several thresholds did that. One that calls nothing is left out.
         scores: `auc` and `average_precision` with their intervals, as a summary's scores have them.
     """
-    breasts = breasts[np.isfinite(breasts["score"].astype(float))]
-    labels, values = breasts["cancer"].to_numpy() == 1, breasts["score"].to_numpy(float)
+    finite = np.isfinite(breasts["score"].to_numpy(float))
+    labels, values = breasts["cancer"].to_numpy()[finite] == 1, breasts["score"].to_numpy(float)[finite]
     if labels.all() or not labels.any():  # no rows: both
         why = f"{labels.sum():,} of {len(labels):,} breasts have cancer, and both kinds are needed"
         return look.nothing(f"No curves: {why}")
-    points = {name: cut for name, cut in (points or {}).items() if cut is not None and (values >= cut).any()}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 4.4 + 0.25 * -(-min(len(points), len(POINTS)) // 2)))
+    calls = {}  # by name: what is called, and the threshold as text, if there is one
+    for name, point in (points or {}).items():
+        known = point is not None and len(calls) < len(POINTS)
+        called = known and (np.asarray(point, bool)[finite] if np.ndim(point) else values >= point)
+        if np.any(called):
+            calls[name] = called, "" if np.ndim(point) else look.cut(point)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 4.4 + 0.25 * -(-len(calls) // 2)))
     found = {"average_precision": metrics.average_precision(labels, values), "auc": metrics.auc(labels, values)}
     texts = {name: look.with_interval((scores or {}).get(name) or score) for name, score in found.items()}
     draw_precision_recall(left, labels, values, color=VALIDATION)
@@ -117,18 +124,18 @@ def operating_curves(
         xlabel="1 - specificity: share of those without cancer that are called",
     )
     right.set(ylabel="sensitivity: share of cancers called")
-    calls = {f"{name}: {look.cut(cut)}": values >= cut for name, cut in list(points.items())[: len(POINTS)]}
-    _draw_points(left, {text: (called[labels].mean(), labels[called].mean()) for text, called in calls.items()})
-    _draw_points(right, {text: (called[~labels].mean(), called[labels].mean()) for text, called in calls.items()})
+    named = {": ".join(filter(None, [name, cut])): called for name, (called, cut) in calls.items()}
+    _draw_points(left, {text: (called[labels].mean(), labels[called].mean()) for text, called in named.items()})
+    _draw_points(right, {text: (called[~labels].mean(), called[labels].mean()) for text, called in named.items()})
     for ax in (left, right):
         ax.set(xlim=(-0.04, 1.04), ylim=(-0.04, 1.05))
         ax.grid(True)
-    if points:
+    if calls:
         where = "called where the score is at least (dotted: chance)"
         legend = figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, title=where)
         for handle in legend.legend_handles:
             handle.set_markersize(SIZE)
-    return look.titled(figure, _operating_title(labels, values, points, texts))
+    return look.titled(figure, _operating_title(labels, calls, texts))
 
 
 @look.styled
@@ -226,15 +233,14 @@ def _threshold_title(curve: pd.DataFrame, nested: tuple | None, naive: tuple | N
     return title.strip().removesuffix(".")
 
 
-def _operating_title(labels: np.ndarray, scores: np.ndarray, points: Mapping[str, float], texts: Mapping) -> str:
-    if not points:
+def _operating_title(labels: np.ndarray, calls: Mapping[str, tuple[np.ndarray, str]], texts: Mapping) -> str:
+    if not calls:
         precision = f"average precision {texts['average_precision']} where chance gives {look.cut(labels.mean())}"
         return f"AUC {texts['auc']}, {precision}"
-    name, cut = next(iter(points.items()))
-    called = scores >= cut
+    name, (called, cut) = next(iter(calls.items()))
     hits = (called & labels).sum()
     return (
-        f"At {name} {look.cut(cut)}: {percent(hits / labels.sum())} of the cancers are called and "
+        f"{f'At {name} {cut}' if cut else look.capital(name)}: {percent(hits / labels.sum())} of the cancers are called and "
         f"{percent(called[~labels].mean())} of the others; {percent(hits / called.sum())} of the called have cancer"
     )
 

@@ -126,6 +126,27 @@ def test_operating_points_lie_where_counting_puts_them():
     assert title(plots.operating_curves(breasts)).startswith("AUC 0.9")
 
 
+def test_calls_that_no_single_threshold_made_are_a_point_too():
+    breasts = make_breasts(300)
+    called = breasts["score"] >= np.where(np.arange(300) % 2, 0.3, 0.4)
+    breasts.loc[7, "score"] = math.nan  # is in no figure
+    kept, points = (
+        breasts["score"].notna(),
+        {"each fold at the others' threshold": called.to_numpy(), "04's threshold": 0.35},
+    )
+    figure = plots.operating_curves(breasts, points | {"none called": np.zeros(300, bool)})
+    texts = [text.get_text() for text in figure.legends[0].texts]
+    assert texts == ["each fold at the others' threshold", "04's threshold: 0.35"]
+    cancer, called = breasts.loc[kept, "cancer"] == 1, called[kept]
+    point = next(line for line in figure.axes[0].lines if line.get_label() == texts[0])
+    np.testing.assert_allclose(point.get_xydata(), [[called[cancer].mean(), cancer[called].mean()]])
+    point = next(line for line in figure.axes[1].lines if line.get_label() == texts[0])
+    np.testing.assert_allclose(point.get_xydata(), [[called[~cancer].mean(), called[cancer].mean()]])
+    assert title(figure).startswith("Each fold at the others' threshold: ")
+    del points["each fold at the others' threshold"]
+    assert title(plots.operating_curves(breasts, points)).startswith("At 04's threshold 0.35: ")
+
+
 @pytest.mark.parametrize("apart", [0.0, 0.03])
 def test_operating_points_that_meet_are_all_seen(apart):
     cancer = np.arange(100) >= 50
