@@ -186,14 +186,10 @@ def birads_leak(table: pd.DataFrame) -> Figure:
         errors[:, found["n"] == 0] = math.nan  # nothing known: no bar, rather than one from 0 to 100 %
         colors = [look.color_of(value, dict.fromkeys(order, SITES.get(site, NEUTRAL))) for value in order]
         ax.bar(range(len(order)), 100 * found["rate"], 0.7, color=colors, yerr=errors, capsize=3)
-        ax.set_xticks(
-            range(len(order)), [f"{look.short(v, 10)}\nn = {n:,}" for v, n in zip(order, found["n"], strict=True)]
-        )
-        ax.set(
-            title=f"site {look.short(site, 14)}: AUC {number(_birads_auc(rows))}",
-            xlabel="BI-RADS, and number of images",
-        )
+        ax.set_xticks(range(len(order)), [f"{look.short(name, 10)}\nn = {n:,}" for name, n in found["n"].items()])
+        ax.set_title(f"site {look.short(site, 14)}: AUC {number(_birads_auc(rows))}")
     axes[0][0].set_ylabel("images with cancer, %")
+    figure.supxlabel("BI-RADS, and number of images", fontsize=10)
     auc = _birads_auc(table)
     if math.isnan(auc):
         return look.titled(figure, "One class only: what BI-RADS alone tells of cancer has no AUC")
@@ -225,19 +221,22 @@ def _say_differences(brightness: pd.Series, site: pd.Series, machine: pd.Series)
     shares = [variance_explained(brightness, groups) for groups in (site + " " + machine, site)]
     if math.isnan(shares[0]):
         return "Too few images or machines to say how much brightness depends on the machine"
-    by_site = f", the site alone for {percent(shares[1])}" if not math.isnan(shares[1]) else ""
-    few = int(brightness.notna().sum())
-    return f"The machine accounts for {percent(shares[0])} of the variance of brightness among {few:,} images{by_site}"
+    known, by_site = (
+        brightness.notna().sum(),
+        "" if math.isnan(shares[1]) else f", the site alone for {percent(shares[1])}",
+    )
+    return (
+        f"The machine accounts for {percent(shares[0])} of the variance of brightness among {known:,} images{by_site}"
+    )
 
 
 def _compare_sites(rates: pd.DataFrame | None) -> str:
     if rates is None or len(rates) != 2:
         return ""
-    (a, first), (b, second) = rates.iterrows()
-    apart = first["high"] < second["low"] or second["high"] < first["low"]
-    a, b = look.short(a), look.short(b)
-    text = f"Site {a} has {percent(first['rate'])}, site {b} {percent(second['rate'])}: their intervals "
-    return text + ("do not overlap" if apart else "overlap")
+    first, second = (row for _, row in rates.iterrows())
+    apart = "do not overlap" if first["high"] < second["low"] or second["high"] < first["low"] else "overlap"
+    a, b = (f"{look.short(row.name)} {'has ' * (row is first)}{percent(row['rate'])}" for row in (first, second))
+    return f"Site {a}, site {b}: their intervals {apart}"
 
 
 def _lines(name: str, rates: pd.DataFrame) -> list[look.Line]:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import matplotlib
 
@@ -204,6 +205,11 @@ def texts_that_touch(figure) -> list[tuple[str, str]]:
 # ---- what is asked of every figure
 
 OKABE_ITO = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")  # beside black and greys
+VARIABLES = {  # names of columns and of a summary's parts, for which figures have words
+    "site_id", "machine_id", "patient_id", "image_id", "naive_f1", "nested_f1", "nested_note", "epoch_choice",
+    "average_precision", "pf1", "valid_auc", "valid_pf1", "valid_f1", "ema_valid_auc", "train_loss", "valid_loss",
+    "transfer_syntax", "voi_function", "window_center",
+}  # fmt: skip
 COLOR_MAPS = ("gray", "inferno", "PuOr")  # told apart by their lightness, or as orange and purple are
 
 
@@ -212,6 +218,8 @@ def faults(figure) -> list[str]:
     touching = texts_that_touch(figure)  # draws it
     found = [f"{a!r} lies over {b!r}" for a, b in touching]
     found += [f"{text!r} is cut off" for text in texts_cut_off(figure)]
+    words = {word for text in shown_texts(figure) for word in re.findall(r"[a-z0-9_]+", text.get_text())}
+    found += [f"{name} is a variable's name" for name in sorted(words & VARIABLES)]
     if figure.get_figwidth() > look.WIDTH + 0.01:
         found.append(f"{figure.get_figwidth():.1f} inches wide: a notebook would draw it smaller, texts with it")
     for text in shown_texts(figure):

@@ -45,6 +45,7 @@ from torch import nn
 from rsnakit import look, plots, plots_cases, plots_models
 from rsnakit.headers import COLUMNS
 from rsnakit.metrics import Interval
+from rsnakit.nested import NOT_NESTED
 
 MODULES = ("plots", "plots_cases", "plots_data", "plots_groups", "plots_models", "plots_scores", "plots_train")
 ODD = ("one class", "one point", "no point", "missing", "many")
@@ -161,6 +162,7 @@ FIGURES: dict[str, dict[str, Callable[[], Figure]]] = {  # by the function, then
     "score_intervals": {
         "ordinary": lambda: plots.score_intervals(make_summary(), {"sensitivity at 90 % specificity": Interval(0.4, 0.3, 0.5)}),
         "one class": lambda: plots.score_intervals(make_summary(nested=None, auc=None, average_precision=None)),
+        "one fold": lambda: plots.score_intervals(make_summary(nested=None) | {"nested_note": NOT_NESTED, "folds": [0]}),
         "one point": lambda: plots.score_intervals({"scores": {"auc": 0.5}}),
         "no point": lambda: plots.score_intervals({}),
         "missing": lambda: plots.score_intervals(make_summary(epoch_choice=None, pf1=None), {"Brier": UNKNOWN, "other": None}),
@@ -401,6 +403,7 @@ def test_the_check_finds_what_it_looks_for():
     ax.set_xticks([0, 1, 2], ["machine 1", "machine 2", "machine 3"])
     ax.text(0, 0, "pale", color="#CCCCCC")
     ax.text(0, 1, "small", fontsize=5)
+    ax.text(1, 1, "naive_f1: 0.5")
     ax.plot([0, 2], color="lime")
     ax.imshow([[0, 1]], cmap="jet")
     ax.set_xlim(0, 2)
@@ -410,6 +413,7 @@ def test_the_check_finds_what_it_looks_for():
     for text in (
         "'pale' is too pale",
         "'small' has 5.0 points",
+        "naive_f1 is a variable's name",
         "'machine 3' is cut off",
         "palette: #00ff00",
         "map jet",
