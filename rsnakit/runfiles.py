@@ -131,8 +131,8 @@ def read_oof(run: Path) -> pd.DataFrame:
     folds = rows.groupby("patient_id")["fold"].unique()
     if (of_two := folds[folds.str.len() > 1]).size:
         raise RunError(
-            f"{run}: patient {of_two.index[0]} is in oof.csv of folds {', '.join(map(str, of_two.iloc[0]))}, and "
-            f"{len(of_two) - 1} more are in several: these folds are of several trainings. Delete those that are another's, "
+            f"{run}: {len(of_two)} patients are in oof.csv of several folds, {of_two.index[0]} in those of folds "
+            f"{', '.join(map(str, of_two.iloc[0]))}: these folds are of several trainings. Delete those that are another's, "
             "and train them again."
         )
     return rows

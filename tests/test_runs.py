@@ -195,5 +195,7 @@ def test_rows_of_breasts_and_probabilities_at_the_ends_are_right(run):
 
 def test_folds_of_several_trainings_are_not_put_together(run):
     damage(run, lambda rows: rows.assign(patient_id=["7", "7", "7", "18"]))  # which fold 0 held out too
-    with pytest.raises(runs.RunError, match=r"one: patient 7 is in oof\.csv of folds 0, 1, .*train them again"):
+    with pytest.raises(
+        runs.RunError, match=r"one: 1 patients are in .* folds, 7 in those of folds 0, 1: .*train them again"
+    ):
         runs.read_oof(run)
