@@ -15,8 +15,8 @@ from rsnakit import metrics
 from rsnakit.breasts import BREAST, check_breasts, check_columns, folds_of
 from rsnakit.resampling import N_NUMBERS, Draws, Interval, counts
 
-NAIVE = "the threshold was chosen on the scored data, so that this F1 flatters: expect less on new patients"
-NOT_NESTED = "with one fold there is no other fold to take a threshold from, so that this F1 flatters"
+NAIVE = "the threshold was chosen on the scored data, so that this pF1 flatters: expect less on new patients"
+NOT_NESTED = "with one fold there is no other fold to take a threshold from, so that this pF1 flatters"
 SELECTED = {"pf1": "f1", "ap": "ap"}  # the score in a history by which `select` keeps an epoch's weights
 
 

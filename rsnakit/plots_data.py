@@ -221,22 +221,18 @@ def _say_differences(brightness: pd.Series, site: pd.Series, machine: pd.Series)
     shares = [variance_explained(brightness, groups) for groups in (site + " " + machine, site)]
     if math.isnan(shares[0]):
         return "Too few images or machines to say how much brightness depends on the machine"
-    known, by_site = (
-        brightness.notna().sum(),
-        "" if math.isnan(shares[1]) else f", the site alone for {percent(shares[1])}",
-    )
-    return (
-        f"The machine accounts for {percent(shares[0])} of the variance of brightness among {known:,} images{by_site}"
-    )
+    by_site = f", the site alone for {percent(shares[1])}" if not math.isnan(shares[1]) else ""
+    few = int(brightness.notna().sum())
+    return f"The machine accounts for {percent(shares[0])} of the variance of brightness among {few:,} images{by_site}"
 
 
 def _compare_sites(rates: pd.DataFrame | None) -> str:
     if rates is None or len(rates) != 2:
         return ""
-    first, second = (row for _, row in rates.iterrows())
-    apart = "do not overlap" if first["high"] < second["low"] or second["high"] < first["low"] else "overlap"
-    a, b = (f"{look.short(row.name)} {'has ' * (row is first)}{percent(row['rate'])}" for row in (first, second))
-    return f"Site {a}, site {b}: their intervals {apart}"
+    (a, first), (b, second) = ((look.short(site), row) for site, row in rates.iterrows())
+    apart = first["high"] < second["low"] or second["high"] < first["low"]
+    text = f"Site {a} has {percent(first['rate'])}, site {b} {percent(second['rate'])}: their intervals "
+    return text + ("do not overlap" if apart else "overlap")
 
 
 def _lines(name: str, rates: pd.DataFrame) -> list[look.Line]:
