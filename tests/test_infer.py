@@ -173,6 +173,8 @@ def test_other_aggregates_are_refused():
 
 
 def test_thresholds(run, tmp_path):
+    with pytest.raises(ValueError, match=r"from 0\.0 to 1\.0 or one of 'auto', 'none', 'percentile'"):
+        InferConfig(threshold="best")
     assert calling.choose_threshold(InferConfig(), run)[0] == 0.5
     assert calling.choose_threshold(InferConfig(threshold="none"), run)[0] is None
     assert calling.choose_threshold(InferConfig(threshold=0.31, aggregate="max"), run)[0] == 0.31
