@@ -78,7 +78,7 @@ def comparison(table: pd.DataFrame, name: str = "This run") -> Figure:
     """By how much a run scores above others on the same breasts, with intervals over the same resampled patients.
 
     Args:
-        table: other, score, difference, low, high, probability (of being better), as `evaluation.comparison` gives it.
+        table: other, score, difference, low, high, probability (of being better), as `comparing.differences` gives it.
         name: of the run.
     """
     if table.empty:

@@ -1,4 +1,4 @@
-"""What 05_evaluate reads of a run, and a run set beside another."""
+"""What 05_evaluate reads of a run, and what its scores mean."""
 
 import json
 from dataclasses import asdict
@@ -7,33 +7,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from sklearn.metrics import average_precision_score, brier_score_loss, confusion_matrix, roc_auc_score, roc_curve
+from evaluated import breasts_of, make_run
+from sklearn.metrics import brier_score_loss, confusion_matrix, roc_curve
 
 from rsnakit import data, evaluation, runs
 from rsnakit.breasts import BREAST
 from rsnakit.env import RunConfig
 from rsnakit.nested import nested_threshold
 from rsnakit.preprocess import PreprocessConfig
-from rsnakit.runs import OOF_COLUMNS
 from rsnakit.tables import TableError
-
-
-def make_run(folder: Path, table: pd.DataFrame, seed: int = 0, by_breast: bool = False, **settings) -> Path:
-    """A run of two folds as training leaves it, as far as an evaluation reads it, with scores that know a little."""
-    rng = np.random.default_rng(seed)
-    known = {"train": {"epochs": 1}, "data": data.fingerprint(table), "debug": False, "is_demo": True}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"settings": {**known, **settings}}))
-    rows = table.assign(fold=data.make_folds(table, 2, 0))
-    rows = data.per_breast(rows) if by_breast else rows
-    rows = rows.assign(score=(0.3 * rows["cancer"] + 0.7 * rng.random(len(rows))).round(3))[OOF_COLUMNS]
-    for fold, part in rows.groupby("fold"):
-        (folder / f"fold{fold}").mkdir()
-        part.to_csv(folder / f"fold{fold}" / "oof.csv", index=False)
-        (folder / f"fold{fold}" / "best.safetensors").touch()
-        model = {"model": {}, "epoch": 1, "oof_rows": len(part)}
-        (folder / f"fold{fold}" / "model.json").write_text(json.dumps(model))
-    return folder
 
 
 @pytest.fixture
@@ -85,30 +67,6 @@ def test_rows_that_are_not_in_the_table_or_have_another_label(run, table):
         evaluation.read_scores(run, table.assign(cancer=table["cancer"].where(~breast, 1 - table["cancer"])))
 
 
-def test_how_runs_were_held_out_stands_beside_them(tmp_path, table, capsys):
-    same = {"n_folds": 2, "seed": 0, "epochs": 1, "select": "last"}
-    one = make_run(tmp_path / "runs" / "one", table, train={**same, "split": "patient"}, model={"backbone": "a"})
-    other = make_run(tmp_path / "runs" / "other", table, train={**same, "split": "machine"}, model={"backbone": "b"})
-    found = evaluation.settings_table({"one": one, "other": other})
-    assert "not held out alike (split)" in capsys.readouterr().out
-    assert found["split"].to_dict() == {"one": "patient", "other": "machine"}
-    assert found["folds scored"].tolist() == ["2 of 2", "2 of 2"] and found["backbone"].tolist() == ["a", "b"]
-    evaluation.settings_table({"one": one})
-    assert not capsys.readouterr().out
-
-
-def test_other_runs_and_a_patient_are_looked_for_before_the_work(tmp_path, table, capsys):
-    one, other = (make_run(tmp_path / "runs" / name, table) for name in ("one", "other"))
-    assert evaluation.find_others(tmp_path, ("other", "one", "other"), one) == {"other": other}
-    assert "compare: one is the run itself" in capsys.readouterr().out
-    with pytest.raises(runs.RunError, match=r"none: no run with a trained fold here; runs there are: one, other"):
-        evaluation.find_others(tmp_path, ("none",), one)
-    evaluation.check_patient("", table)
-    evaluation.check_patient(table["patient_id"].iloc[0], table)
-    with pytest.raises(ValueError, match=r"patient: no 'nobody' among 16 scored ones; near it: "):
-        evaluation.check_patient("nobody", table)
-
-
 def test_no_fold_is_trained(tmp_path, table):
     (tmp_path / "config.json").write_text(json.dumps({"settings": {"train": {"epochs": 1}}}))
     with pytest.raises(runs.RunError, match="no fold with out-of-fold scores yet; 03_train makes them"):
@@ -120,58 +78,6 @@ def test_without_a_store_there_are_scores_and_no_pictures(tmp_path, table, compe
     assert evaluation.open_store(run, tmp_path, competition, table, RunConfig()) is None
     assert "no pictures" in (said := capsys.readouterr().out) and "02_preprocess.ipynb" in said
     assert evaluation.with_pixels(table, None).empty
-
-
-def breasts_of(seed: int, n: int = 60) -> pd.DataFrame:
-    rng = np.random.default_rng(seed)
-    cancer = (np.arange(n) % 4 == 0) * 1
-    frame = pd.DataFrame({"patient_id": [f"{i // 2}" for i in range(n)], "laterality": ["L", "R"] * (n // 2)})
-    return frame.assign(
-        cancer=cancer, fold=np.arange(n) // 2 % 3, score=0.35 * cancer + 0.65 * rng.random(n), n_images=2
-    )
-
-
-def test_runs_are_cut_to_the_breasts_that_all_have(capsys):
-    one, other = breasts_of(0), breasts_of(1).iloc[10:].sample(frac=1, random_state=0)
-    same = evaluation.on_the_same({"one": one, "other": other})
-    assert "one has 60 breasts; compared on the 50 that all have" in capsys.readouterr().out
-    pd.testing.assert_frame_equal(same["one"][BREAST], same["other"][BREAST])
-    pd.testing.assert_frame_equal(same["one"], one.iloc[10:].reset_index(drop=True))
-    with pytest.raises(runs.RunError, match="0 breasts are scored by all of them"):
-        evaluation.on_the_same({"one": one, "none": one.assign(patient_id=one["patient_id"] + "x")})
-
-
-def test_a_run_against_itself_and_against_a_worse_one():
-    one = breasts_of(0)
-    worse = one.assign(score=one["score"] - 0.3 * one["cancer"])
-    found = evaluation.comparison({"one": one, "same": one, "worse": worse}, n=200).set_index(["other", "score"])
-    assert (found.loc["same"][["difference", "low", "high"]] == 0).all(axis=None)
-    assert (found.loc["same"]["probability"] == 0.5).all()
-    labels = one["cancer"]
-    expected = {
-        "AUC": roc_auc_score(labels, one["score"]) - roc_auc_score(labels, worse["score"]),
-        "average precision": average_precision_score(labels, one["score"])
-        - average_precision_score(labels, worse["score"]),
-    }
-    for score, difference in expected.items():
-        row = found.loc[("worse", score)]
-        assert row["difference"] == pytest.approx(difference) and row["low"] <= difference <= row["high"]
-        assert row["probability"] > 0.9
-    assert found.index.get_level_values("score")[0] == "pF1 at thresholds from other folds (nested)"
-    one_fold = {name: frame.assign(fold=0) for name, frame in (("one", one), ("worse", worse))}
-    assert "pF1 at thresholds from other folds (nested)" not in set(evaluation.comparison(one_fold, n=100)["score"])
-    assert evaluation.comparison({"one": one}).empty
-
-
-def test_blends_are_scored_beside_what_they_are_of():
-    one, other = breasts_of(0), breasts_of(1)
-    found = evaluation.blends({"one": one, "other": other}, n=100)
-    assert found.index.tolist() == ["one", "other", "all, mean", "all, logits", "all, ranks"]
-    ranks = (one["score"].rank() + other["score"].rank()) / 2
-    expected = [roc_auc_score(one["cancer"], s) for s in (one["score"], other["score"], one["score"] + other["score"])]
-    np.testing.assert_allclose(found["AUC"].iloc[:3], expected, atol=0.0005)
-    assert found.loc["all, ranks", "AUC"] == pytest.approx(roc_auc_score(one["cancer"], ranks), abs=0.0005)
-    assert evaluation.blends({"one": one}, n=100).index.tolist() == ["one"]
 
 
 def test_operating_points_are_where_they_say():
@@ -218,3 +124,10 @@ def test_the_config_refuses_what_it_cannot_do():
     for wrong in ({"aggregate": "median"}, {"resamples": 5}, {"mistakes": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             evaluation.EvaluateConfig(**wrong)
+
+
+def test_a_patient_is_looked_for_before_the_work(table):
+    evaluation.check_patient("", table)
+    evaluation.check_patient(table["patient_id"].iloc[0], table)
+    with pytest.raises(ValueError, match=r"patient: no 'nobody' among 16 scored ones; near it: "):
+        evaluation.check_patient("nobody", table)

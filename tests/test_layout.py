@@ -29,7 +29,7 @@ LADDER = (
         "models", "heatmaps", "samplers", "data", "prepare", "origins", "reading", "batches", "compare", "jobs", "preprocess",
         "demo", "recipe", "loop",
     ),
-    ("trainer", "rounds", "resuming", "engine", "submission", "infer", "calling", "evaluation", "viewer"),
+    ("trainer", "rounds", "resuming", "engine", "submission", "infer", "calling", "evaluation", "comparing", "viewer"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 
