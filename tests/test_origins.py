@@ -95,7 +95,7 @@ def test_the_figure_shows_each_machines_images():
         assert same_color(lines_of(brightness)[label][3], look.SITES["2" if machine == 30 else "1"])
     assert lines_of(window)["9 (20)"][:3] == (1009, 709, 1309) and lines_of(window)["30 (20)"][:3] == (1030, 730, 1330)
     assert "12 (20)" not in lines_of(window)
-    assert [text.get_text() for text in window.texts] == ["none in 10 %", "none known"]  # 2 of the 20 of machine 9
+    assert [text.get_text() for text in window.texts] == ["none in 10.0 %", "none known"]  # 2 of the 20 of machine 9
     title = " ".join(figure._suptitle.get_text().split())
     shares = [variance_explained(images["brightness"], images[name]) for name in ("machine_id", "site_id")]
     assert shares[0] > shares[1] > 0.3
