@@ -35,3 +35,17 @@ def breasts_of(seed: int, n: int = 60) -> pd.DataFrame:
     return frame.assign(
         cancer=cancer, fold=np.arange(n) // 2 % 3, score=0.35 * cancer + 0.65 * rng.random(n), n_images=2
     )
+
+
+def drawn_breasts(n_patients: int = 200, seed: int = 0) -> pd.DataFrame:
+    """Two breasts a patient, a tenth with cancer, and scores that overlap and tie."""
+    rng = np.random.default_rng(seed)
+    cancer = (rng.random(2 * n_patients) < 0.1).astype(int)
+    return pd.DataFrame(
+        {
+            "patient_id": np.repeat(np.arange(n_patients), 2).astype(str),
+            "laterality": np.tile(["L", "R"], n_patients),
+            "cancer": cancer,
+            "score": np.round(np.clip(rng.normal(0.3 + 0.3 * cancer, 0.2), 0, 1), 2),
+        }
+    )

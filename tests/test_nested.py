@@ -7,22 +7,10 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
+from evaluated import drawn_breasts
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from rsnakit import calibration, metrics, nested
-
-
-def drawn_breasts(n_patients=200, seed=0):
-    rng = np.random.default_rng(seed)
-    cancer = (rng.random(2 * n_patients) < 0.1).astype(int)
-    return pd.DataFrame(
-        {
-            "patient_id": np.repeat(np.arange(n_patients), 2).astype(str),
-            "laterality": np.tile(["L", "R"], n_patients),
-            "cancer": cancer,
-            "score": np.round(np.clip(rng.normal(0.3 + 0.3 * cancer, 0.2), 0, 1), 2),
-        }
-    )
 
 
 class TestScoreBreasts:

@@ -5,8 +5,8 @@ import warnings
 from statistics import NormalDist
 
 import numpy as np
-import pandas as pd
 import pytest
+from evaluated import drawn_breasts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
@@ -19,19 +19,6 @@ STATISTICS = [
     metrics.chosen_threshold, metrics.F1At(0.5), metrics.SensitivityOf(0.5), metrics.SpecificityOf(0.5),
     metrics.RecallRateAt(0.5), metrics.SensitivityAt(0.8), metrics.SpecificityAt(0.8),
 ]  # fmt: skip
-
-
-def drawn_breasts(n_patients=200, seed=0):
-    rng = np.random.default_rng(seed)
-    cancer = (rng.random(2 * n_patients) < 0.1).astype(int)
-    return pd.DataFrame(
-        {
-            "patient_id": np.repeat(np.arange(n_patients), 2).astype(str),
-            "laterality": np.tile(["L", "R"], n_patients),
-            "cancer": cancer,
-            "score": np.round(np.clip(rng.normal(0.3 + 0.3 * cancer, 0.2), 0, 1), 2),
-        }
-    )
 
 
 def in_each_resample(labels, scores, draws, statistic):
