@@ -15,11 +15,11 @@ LADDER = (
         "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
         "look", "scoring", "resampling", "operating", "breasts", "metrics", "calibration", "nested", "phantom", "tables",
         "folds", "oof", "versions", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress",
-        "stopping", "failures", "launching", "distributed", "mixing",
+        "stopping", "failures", "launching", "distributed", "mixing", "mounts", "packages", "slugs", "wheels", "sandbox",
     ),
     (
-        "params", "env", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow", "pyramid",
-        "surgery", "taming", "families", "necks", "views", "leaks", "subgroups",
+        "params", "env", "budget", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow",
+        "pyramid", "surgery", "taming", "families", "necks", "views", "leaks", "subgroups",
     ),
     (
         "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots_groups", "plots_cases", "plots",
@@ -29,7 +29,11 @@ LADDER = (
         "models", "heatmaps", "samplers", "data", "prepare", "origins", "reading", "batches", "compare", "jobs", "preprocess",
         "demo", "recipe", "loop",
     ),
-    ("trainer", "rounds", "resuming", "engine", "submission", "infer", "calling", "evaluation", "comparing", "viewer"),
+    (
+        "trainer", "rounds", "resuming", "engine", "submission", "ledger", "ensemble", "infer", "calling", "evaluation",
+        "comparing", "viewer",
+    ),
+    ("bundle", "hidden", "rehearsal", "publishing", "kaggle"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 

@@ -1,0 +1,1 @@
+"""The way to Kaggle: `python -m rsnakit.kaggle bundle|rehearse|publish`."""

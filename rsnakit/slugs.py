@@ -1,0 +1,1 @@
+"""Titles, ids and slugs of data sets and notebooks, checked as Kaggle's client checks them."""

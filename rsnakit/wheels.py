@@ -1,0 +1,1 @@
+"""The wheels that Kaggle's image may lack, taken for its Pythons."""
