@@ -46,8 +46,8 @@ def check_owner(owner: str) -> str:
         )
     if not OWNER.fullmatch(owner):
         raise SlugError(
-            f"owner is {owner!r}, expected letters, digits, dashes and underscores as in the address of your profile, kaggle.com/NAME "
-            "(not the name that is shown, nor an e-mail address)"
+            f"owner is {owner!r}, expected letters, digits, dashes and underscores as in the address of your profile, "
+            "kaggle.com/NAME (not the name that is shown, nor an e-mail address)"
         )
     return owner
 

@@ -12,8 +12,8 @@ from rsnakit.slugs import SlugError
 
 TITLES = [
     "RSNA: Train (v2)!", "Brustkrebs für Anfänger", "乳がん detection", "  spaces  and___underscores ", "it's a 'test'",
-    "1,000 runs",
-    "a&amp;b &#38; c", "Ünï-cødé — dash", "UPPER lower", "--dashes--", "rsnakit demo-tf_efficientnet_lite0-1a2b3c4d",
+    "a&amp;b &#38; c", "Ünï-cødé — dash", "UPPER lower", "--dashes--", "1,000 runs",
+    "rsnakit demo-tf_efficientnet_lite0-1a2b3c4d",
 ]  # fmt: skip
 
 
