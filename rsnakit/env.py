@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rsnakit
+from rsnakit import mounts
 from rsnakit.device import Choice, choose_compile, choose_device, choose_precision
 from rsnakit.fields import check_all
 from rsnakit.params import setting
@@ -28,9 +29,8 @@ __all__ = [
     "describe", "find_data", "submission_folder", "where", "work_folder",
 ]  # fmt: skip
 
-SLUG = "rsna-breast-cancer-detection"
 REPOSITORY = Path(__file__).resolve().parents[1]
-ROOT = Path("/")
+ROOT = Path(os.environ.get("RSNAKIT_ROOT", "/"))  # what stands for / of Kaggle, Colab and Paperspace in a rehearsal
 Environ = Mapping[str, str] | None  # os.environ if None
 TABLES = ("train.csv", "test.csv")  # a folder with either is taken for a competition
 
@@ -146,10 +146,9 @@ def find_data(data_dir: str = "", environ: Environ = None, root: Path = ROOT, re
         if named:
             return Data(_named_folder(named, source, repository), f"named by {source}")
     candidates = (
-        (root / "kaggle/input" / SLUG, "Kaggle's mount"),
-        (root / "kaggle/input/competitions" / SLUG, "Kaggle's mount"),
+        *((mounts.competition_folder(root, layout), "Kaggle's mount") for layout in mounts.LAYOUTS),
         (repository / "data", "data/ in the repository"),
-        (repository / "data" / SLUG, "data/ in the repository"),
+        (repository / "data" / mounts.SLUG, "data/ in the repository"),
     )
     for folder, source in candidates:
         if _has_table(folder):

@@ -1,9 +1,11 @@
-"""Where Kaggle mounts a competition and data sets, in either layout, and what of the kit is in them.
+"""Where Kaggle mounts a competition and data sets, in either layout, what of the kit is in them, and where Colab and
+Paperspace keep files.
 
 Two layouts are live: /kaggle/input/<slug> for all, and /kaggle/input/competitions/<slug> beside
 /kaggle/input/datasets/<owner>/<slug>.
 """
 
+import os
 from pathlib import Path
 
 SLUG = "rsna-breast-cancer-detection"
@@ -30,3 +32,39 @@ def bundles(root: Path) -> list[Path]:
     patterns = ("*", "*/*", "datasets/*/*", "datasets/*/*/*")
     found = {file.parent for pattern in patterns for file in (root / INPUT).glob(f"{pattern}/{MANIFEST}")}
     return sorted(found)
+
+
+def keep_work(place: str, root: Path) -> str:
+    """Has the work folder kept where it outlives the machine, by $RSNAKIT_WORK, and says in a sentence where that is.
+
+    Args:
+        place: as `env.where` names it. On Colab the person's Drive is mounted where it isn't yet, which asks for consent.
+        root: / on those machines.
+
+    Raises:
+        OSError: there is no Drive or no /storage here.
+    """
+    if place == "kaggle":
+        return "work/ is kept: Kaggle saves /kaggle/working with a version that is run by Save & Run All, up to 20 GB"
+    if place == "local":
+        return "work/ is kept: it is on this machine"
+    folder = _drive(root) if place == "colab" else root / "storage"
+    if not folder.is_dir():
+        raise OSError(f"work/ cannot be kept: there is no folder {folder} on this machine; set keep_work to False")
+    os.environ["RSNAKIT_WORK"] = str(folder / "rsnakit")
+    return f"work/ is kept in {folder / 'rsnakit'}"
+
+
+def _drive(root: Path) -> Path:
+    """The person's files on Google Drive, mounted if it isn't."""
+    mount = root / "content/drive"
+    if not os.path.ismount(mount):
+        try:
+            from google.colab import drive
+        except ImportError as error:
+            raise OSError(
+                f"work/ cannot be kept: no Drive is mounted at {mount}, and google.colab, which mounts it, is not "
+                "installed; set keep_work to False"
+            ) from error
+        drive.mount(str(mount))
+    return mount / "MyDrive"

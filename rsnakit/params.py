@@ -55,10 +55,17 @@ def setting(default: Any, *, low: float | None = None, high: float | None = None
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "choices": choices})
 
 
-def start() -> None:
-    """Print where this runs, on what device and in what precision, and why: the first cell of a notebook."""
-    from rsnakit import env
+def start(keep_work: bool = False) -> None:
+    """The first cell of a notebook: prints where this runs, on what device and in what precision, and why.
 
+    Args:
+        keep_work: keep what the notebooks write where it outlives the machine: Google Drive on Colab, /storage on
+            Paperspace. On Kaggle and on a machine of one's own it stays anyway.
+    """
+    from rsnakit import env, mounts
+
+    if keep_work:
+        print(mounts.keep_work(env.where().name, env.ROOT))
     print(env.describe())
 
 

@@ -7,7 +7,7 @@ work/runs/<name>/config.json          settings that decide the result, versions,
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rsnakit.files import write_json
@@ -135,27 +135,42 @@ def rebuild(config: type, saved: Mapping, where: Path) -> object:
         raise RunError(f"{where}: {error}") from error
 
 
-def find_run(work: Path, name: str, is_demo: bool) -> Path:
-    """The folder of a trained run: the named one, else the one last written to.
+def find_run(work: Path, name: str, is_demo: bool, bundles: Sequence[Path] = ()) -> Path:
+    """The folder of a trained run: the named one, else that of a mounted bundle, else the one last written to.
 
     Args:
         work: the work folder.
-        name: a run's name in it, or empty. Without a name debug runs count only on the demo, and runs of the demo never
-            for a real competition.
+        name: a run's name in it or in a bundle, or empty. Without a name a bundle's run is taken whatever its data was, for
+            who mounted the bundle chose it; in the work folder debug runs count only on the demo, and runs of the demo
+            never for a real competition.
         is_demo: whether the data is the demo's.
+        bundles: folders of mounted bundles, as `mounts.bundles` finds them, each with `runs/<name>/`.
 
     Raises:
-        RunError: there is none, and the message lists those there are; or the named one's `config.json` is damaged. Where
-            none is named, a run with a damaged one is passed over, with a line that says so.
+        RunError: there is none, or several bundles and no name; the message lists those there are; or the one to take has a
+            damaged `config.json`. Where none is named, one in the work folder with a damaged one is passed over, with a
+            line that says so.
     """
-    there = sorted(p.parent for p in (work / "runs").glob("*/config.json") if begun_folds(p.parent))
+    there, bundled = _trained_runs(work), [run for bundle in bundles for run in _trained_runs(bundle)]
     if name:
-        folder = work / "runs" / name
-        if folder in there:
-            read_config(folder, *KIND)
-            return folder
-        listed = ", ".join(p.name for p in there) or "none"
-        raise RunError(f"{folder}: no run with a trained fold here; runs there are: {listed}. 03_train makes one.")
+        found = [run for run in there if run.name == name] or [run for run in bundled if run.name == name]
+        if not found:
+            listed = ", ".join(run.name for run in there + bundled) or "none"
+            folder = " or ".join(str(folder / "runs" / name) for folder in (work, *bundles))
+            raise RunError(f"{folder}: no run with a trained fold here; runs there are: {listed}. 03_train makes one.")
+        bundled = found
+    if len(bundled) > 1:
+        listed = "".join(f"\n  {run}" for run in bundled)
+        advice = (
+            "detach all but one of these data sets" if name else "name one with run=, or detach the other data sets"
+        )
+        raise RunError(f"{len(bundled)} runs are mounted:{listed}\n{advice}.")
+    if bundled:
+        read_config(bundled[0], *KIND)
+        return bundled[0]
+    if bundles:
+        listed = ", ".join(map(str, bundles))
+        print(f"NOTE: no run with a trained fold is in {listed}: that data set lacks files, upload it anew.")
     readable = {}
     for folder in there:
         try:
@@ -172,6 +187,11 @@ def find_run(work: Path, name: str, is_demo: bool) -> Path:
         )
     # One with a summary before one that was killed in its first epoch; of several, the one last written to.
     return max(fitting, key=lambda p: ((p / "summary.json").exists(), _last_written(p)))
+
+
+def _trained_runs(folder: Path) -> list[Path]:
+    """The runs in a work folder or a bundle that have a fold with weights."""
+    return sorted(path.parent for path in (folder / "runs").glob("*/config.json") if begun_folds(path.parent))
 
 
 def _last_written(run: Path) -> float:
