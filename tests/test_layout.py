@@ -15,7 +15,8 @@ LADDER = (
         "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
         "look", "scoring", "resampling", "operating", "breasts", "metrics", "calibration", "nested", "phantom", "tables",
         "folds", "oof", "versions", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress",
-        "stopping", "failures", "launching", "distributed", "mixing", "mounts", "packages", "slugs", "wheels", "sandbox",
+        "stopping", "failures", "launching", "distributed", "mixing", "mounts", "packages", "slugs", "wheels", "confined",
+        "sandbox", "client",
     ),
     (
         "params", "env", "budget", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow",
@@ -33,7 +34,7 @@ LADDER = (
         "trainer", "rounds", "resuming", "engine", "submission", "ledger", "ensemble", "infer", "calling", "evaluation",
         "comparing", "viewer",
     ),
-    ("bundle", "hidden", "rehearsal", "publishing", "kaggle"),
+    ("parcel", "bundle", "hidden", "rehearsal", "publishing", "kaggle"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 
