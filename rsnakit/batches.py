@@ -1,17 +1,61 @@
-"""Files as batches of prepared images, read by loader processes; a file that kills its process costs itself alone."""
+"""Files as batches of prepared images, read on all cores; a file that kills its process, or hangs it, costs itself alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
 
-from rsnakit import failures, workers
-from rsnakit.data import worker_init
-from rsnakit.reading import Files
+from rsnakit.reading import Files, over_files
+from rsnakit.store_formats import MAX_VALUE
+from rsnakit.workers import ProcessDied
 
-PREFETCH = 2  # batches that each process reads ahead
+
+def in_batches(
+    paths: Sequence[Path | str],
+    read: Callable[[str], np.ndarray],
+    shape: tuple[int, int],
+    batch_size: int,
+    n_jobs: int,
+) -> Iterator[dict]:
+    """Reads files, and yields them in batches.
+
+    Nothing is read ahead but while the next batch is asked for, and then no more than the batches of the `reading.IN_HAND`
+    files that each process has been given: memory stays flat, however many files there are. A file over which a process dies
+    or hangs (`reading.HUNG_S`) is put off; the others go on, and at the end it is read once more, alone.
+
+    Args:
+        paths: the files.
+        read: a file's image, (height, width) uint16 of 12 bits. Whatever it raises costs that file.
+        shape: (height, width); a file that can't be read is a black image of that shape.
+        batch_size: images a batch.
+        n_jobs: processes; 0 reads in this one, where a crash is nobody's to catch.
+
+    Yields:
+        Dicts of `image` (B, 1, height, width) uint16, `item` (B,) the places in `paths`, and the lists `status` (`ok`, `blank`
+        or `failed`), `reason` and `seconds`. Each file comes once, in batches of `batch_size` that follow one another in
+        `paths`, and a batch comes when all its files are there: nearly in order.
+    """
+    files, again = Files(paths, read, shape), []
+    groups = {}  # what there is of batches that are not yet whole, by number
+    missing = {}
+    for item, found in over_files(files, range(len(files)), n_jobs):
+        number = item // batch_size
+        if number not in groups:
+            groups[number], missing[number] = {}, min(batch_size, len(files) - number * batch_size)
+        missing[number] -= 1
+        if isinstance(found, ProcessDied):
+            again.append(item)
+        else:
+            groups[number][item] = found
+        if not missing[number]:
+            del missing[number]
+            if group := groups.pop(number):
+                yield _collate(group)
+    for item, found in over_files(files, again, min(n_jobs, 1)):
+        if isinstance(found, ProcessDied):
+            found = files.failed(ProcessDied(f"{found}, twice"))
+        yield _collate({item: found})
 
 
 def for_each_batch(
@@ -22,40 +66,13 @@ def for_each_batch(
     batch_size: int,
     n_jobs: int,
 ) -> None:
-    """Reads files, and calls `use` with one batch after another.
-
-    Args:
-        paths: the files.
-        read: a file's image, (height, width) uint16 of 12 bits; can be pickled. Whatever it raises costs that file.
-        shape: (height, width); a file that can't be read is a black image of that shape.
-        use: gets a dict of `image` (B, 1, height, width) float32 in [0, 1], `item` (B,) the places in `paths`, and the lists
-            `status` (`ok`, `blank` or `failed`), `reason` and `seconds`. Where a process dies while it is called, it is called
-            again with the same batch.
-        batch_size: images a batch.
-        n_jobs: processes; 0 reads in this one, where a crash is nobody's to catch.
-    """
-    files = Files(paths, read, shape)
-    left = list(range(len(files)))
-    while left:
-        ahead = PREFETCH if n_jobs else None
-        loader = DataLoader(
-            Subset(files, left), batch_size, num_workers=n_jobs, collate_fn=_collate, worker_init_fn=worker_init,
-            prefetch_factor=ahead,
-        )  # fmt: skip
-        try:
-            for batch in loader:
-                use(batch)
-                left = left[len(batch["item"]) :]
-        except (RuntimeError, ConnectionError, EOFError) as error:
-            if not failures.death_of_worker(error):
-                raise
-            # One of the files under way killed its process: each is read in a process of its own, then it goes on.
-            suspects = batch_size * n_jobs * (PREFETCH + 1)
-            for item, found in workers.over_items(files.__getitem__, left[:suspects], max(2, n_jobs)):
-                use(_collate([files.failed(item, found) if isinstance(found, workers.ProcessDied) else found]))
-            left = left[suspects:]
+    """Calls `use` with each of `in_batches`, `image` a tensor of float32 in [0, 1]."""
+    for batch in in_batches(paths, read, shape, batch_size, n_jobs):
+        use({**batch, "image": torch.from_numpy(batch["image"].astype(np.float32) / np.float32(MAX_VALUE))})
 
 
-def _collate(samples: list[dict]) -> dict:
-    batch = {name: [sample[name] for sample in samples] for name in samples[0]}
-    return {**batch, "image": torch.from_numpy(np.stack(batch["image"])), "item": np.array(batch["item"])}
+def _collate(samples: dict[int, dict]) -> dict:
+    """Samples by item as a batch, in their order."""
+    items = sorted(samples)
+    batch = {name: [samples[item][name] for item in items] for name in ("status", "reason", "seconds")}
+    return {**batch, "image": np.stack([samples[item]["image"] for item in items])[:, None], "item": np.array(items)}
