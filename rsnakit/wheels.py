@@ -1,12 +1,190 @@
-"""The wheels that Kaggle's image may lack, taken for its Pythons."""
+"""The wheels that Kaggle's image may lack, taken for its Pythons: there a notebook without internet installs from these alone.
 
-from collections.abc import Sequence
+They are kept in a folder, so that the next bundle has the same bytes and needs no internet. To have them anew, delete it.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Sequence
+from email import message_from_bytes
 from pathlib import Path
+
+# What 04_inference imports and Kaggle's image may lack, in versions that were seen to work together and with the image's NumPy:
+# later imagecodecs ask for NumPy 2. Exact, for the same bundle from every machine; all are within requirements.txt.
+NEEDED = ("imagecodecs==2026.1.14", "pydicom==3.0.2", "timm==1.0.31", "torchinfo==1.8.0")
+
+# What of inference the image is sure to have, and what the wheels need of it: the lower of the versions that two public lists
+# name, that of Colab's packages (googlecolab/backend-info, pip-freeze.gpu.txt), from whose image Kaggle's is made, and that of
+# what is put on top (Kaggle/docker-python, kaggle_requirements.txt).
+IMAGE = {
+    "albumentations": "2.0.8", "cloudpickle": "3.1.2", "huggingface-hub": "1.17.0", "joblib": "1.5.3", "matplotlib": "3.7.5",
+    "numpy": "1.26.4", "opencv-python-headless": "4.13.0.92", "packaging": "26.2", "pandas": "2.2.2", "pillow": "11.3.0",
+    "pyyaml": "6.0.3", "safetensors": "0.7.0", "scikit-learn": "1.2.2", "scipy": "1.16.3", "tensorboard": "2.20.0",
+    "torch": "2.11.0", "torchvision": "0.26.0", "tqdm": "4.67.3",
+}  # fmt: skip
+NEVER = re.compile(
+    r"(torch|torchvision|torchaudio|triton|numpy|nvidia-.*|cuda-.*)"
+)  # another one would break what is there
+PYTHONS = ("3.12", "3.13")
+GLIBC = 28  # of the image's 2.28 or later; wheels for an older one work too
+PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC, 4, -1)),
+    *(f"manylinux{year}_x86_64" for year in ("2014", "2010", "1")),
+)  # pip takes no older one by itself
 
 
 class WheelError(ValueError):
     """Wheels that cannot be had, or are no set that installs; the message says what to do."""
 
 
-def check(wheels: Sequence[Path]) -> list[Path]:
-    return list(wheels)
+def take(folder: Path, requirements: Sequence[str] = NEEDED, pythons: Sequence[str] = PYTHONS) -> list[Path]:
+    """The wheels of some requirements for each Python, from the folder where they are kept or by `pip download`.
+
+    pip's own settings count (an index of one's own, a proxy), those in variables too.
+
+    Args:
+        folder: where they are kept; where its wheels are not just these, they are replaced.
+        requirements: such as `pydicom==3.0.2`; what they need themselves must be among them or in IMAGE.
+        pythons: such as `3.12`.
+
+    Raises:
+        WheelError: pip cannot reach or find one, or together they would not install (see `check`).
+    """
+    kept = sorted(folder.glob("*.whl"))
+    try:
+        return check(kept, requirements, pythons)
+    except WheelError:
+        pass
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        fresh = Path(temporary) / "wheels"
+        for python in pythons:
+            _download(requirements, python, fresh, folder)
+        check(sorted(fresh.glob("*.whl")), requirements, pythons)
+        folder.mkdir(exist_ok=True)
+        for path in kept:
+            path.unlink()
+        for path in fresh.glob("*.whl"):
+            path.replace(folder / path.name)
+    return sorted(folder.glob("*.whl"))
+
+
+def check(
+    wheels: Iterable[Path], requirements: Sequence[str] | None = None, pythons: Sequence[str] = PYTHONS
+) -> list[Path]:
+    """Wheels that install on Kaggle with `pip install --no-index --no-deps`, and then work; returned in order.
+
+    Args:
+        wheels: their files.
+        requirements: what they have to be, and nothing more; None: any.
+        pythons: each has to find a wheel of every distribution.
+
+    Raises:
+        WheelError: one is damaged, of another platform, or one that must never be installed there; one needs what neither
+            another wheel nor IMAGE has; one that is required is missing, or one is too many.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    paths = sorted(wheels, key=lambda path: path.name)
+    wanted = None if requirements is None else [Requirement(text) for text in requirements]
+    for python in pythons:
+        there = dict(IMAGE)
+        usable = {path: _metadata(path) for path in paths if _fits(path, python)}
+        names = {canonicalize_name(found["Name"]): found["Version"] for found in usable.values()}
+        if len(names) < len(usable):
+            raise WheelError(
+                f"two wheels of one distribution for Python {python}: {', '.join(path.name for path in usable)}"
+            )
+        if refused := [name for name in names if NEVER.fullmatch(name)]:
+            raise WheelError(
+                f"{refused[0]}: never to be installed on Kaggle, where it fits the GPU's driver; delete its wheel"
+            )
+        missing = {canonicalize_name(_metadata(path)["Name"]) for path in paths} - names.keys()
+        if missing:
+            raise WheelError(
+                f"no wheel of {', '.join(sorted(missing))} fits Python {python} on Linux; delete {paths[0].parent}"
+            )
+        there |= names
+        for path, found in usable.items():
+            for text in found.get_all("Requires-Dist", []):
+                _satisfied(Requirement(text), there, python, path.name)
+        for requirement in wanted or ():
+            _satisfied(requirement, names, python, "requirements")
+        if wanted is not None and (more := names.keys() - {canonicalize_name(each.name) for each in wanted}):
+            raise WheelError(f"{', '.join(sorted(more))}: not asked for")
+    return paths
+
+
+def _download(requirements: Sequence[str], python: str, out: Path, folder: Path) -> None:
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2",
+        "--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python, "--dest", str(out),
+    ]  # fmt: skip
+    for platform in PLATFORMS:
+        command += ["--platform", platform]
+    result = subprocess.run([*command, *requirements], capture_output=True, text=True)
+    if result.returncode:
+        errors = [line.removeprefix("ERROR: ") for line in result.stderr.splitlines() if line.startswith("ERROR:")]
+        said = (
+            errors[0] if errors else (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
+        )
+        if re.search("connection broken|Failed to establish|Name or service not known|timed out", result.stderr):
+            said = "it could not connect to its index of packages"
+        raise WheelError(
+            f"pip could not take the wheels for Python {python}: {said}. With internet, or an index that pip is told of, they "
+            f"are taken once and kept in {folder}, which may also be copied from another machine. A bundle without wheels "
+            "works where Kaggle's image has all that inference imports."
+        )
+
+
+def _metadata(path: Path):
+    """A wheel's METADATA: its name, version and what it requires."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
+            damaged = archive.testzip()
+            if damaged or len(names) != 1:
+                raise WheelError(
+                    f"{path}: {damaged or 'no METADATA in it'}: damaged; delete it and bundle again with internet"
+                )
+            return message_from_bytes(archive.read(names[0]))
+    except (OSError, zipfile.BadZipFile) as error:
+        raise WheelError(
+            f"{path}: cut short or no wheel ({error}); delete it and bundle again with internet"
+        ) from error
+
+
+def _fits(path: Path, python: str) -> bool:
+    """Whether a wheel can be installed by this Python on Linux with Kaggle's glibc."""
+    from packaging.tags import compatible_tags, cpython_tags
+    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+    version = tuple(map(int, python.split(".")))
+    try:
+        tags = parse_wheel_filename(path.name)[3]
+    except InvalidWheelFilename as error:
+        raise WheelError(f"{path}: no name of a wheel ({error})") from error
+    interpreter = f"cp{version[0]}{version[1]}"
+    known = {*cpython_tags(version, platforms=PLATFORMS), *compatible_tags(version, interpreter, PLATFORMS)}
+    return not tags.isdisjoint(known)
+
+
+def _satisfied(requirement, there: dict[str, str], python: str, by: str) -> None:
+    """Refuses (WheelError) what a wheel requires and neither another one nor the image has."""
+    from packaging.utils import canonicalize_name
+
+    place = {"python_version": python, "python_full_version": f"{python}.0", "platform_system": "Linux", "extra": "",
+             "sys_platform": "linux", "os_name": "posix", "platform_machine": "x86_64",
+             "implementation_name": "cpython", "platform_python_implementation": "CPython"}  # fmt: skip
+    if requirement.marker and not requirement.marker.evaluate(place):
+        return
+    version = there.get(canonicalize_name(requirement.name))
+    if version is None or not requirement.specifier.contains(version, prereleases=True):
+        has = f"{requirement.name} is {version}" if version else f"there is no {requirement.name}"
+        raise WheelError(
+            f"{by} asks for {requirement} on Python {python}, and {has} among the wheels and in Kaggle's image"
+        )
