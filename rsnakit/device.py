@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -105,6 +106,32 @@ def choose_compile(device: Any, wanted: str = "off") -> Choice:
     if problem:
         return Choice("off", f"{wanted} was asked for, but {problem}")
     return Choice(wanted, f"asked for, and {_device_name(torch, device)} runs what torch {torch.__version__} compiles")
+
+
+def check_gpu(root: Path = Path("/")) -> None:
+    """Refuses Kaggle's machine where torch cannot compute on its GPU, and prints a NOTE where it has none.
+
+    Kaggle's torch has no kernels for a P100, which is what a notebook gets that only asks for a GPU. A GPU that is hidden
+    by $CUDA_VISIBLE_DEVICES is none.
+
+    Raises:
+        RuntimeError: with what to choose instead.
+    """
+    try:
+        import torch
+    except ImportError:
+        return
+    choice = choose_device()
+    if choice.value != "cpu":
+        return
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    signs = (root.glob("dev/nvidia[0-9]*"), root.glob("proc/driver/nvidia/gpus/*"))
+    if torch.cuda.is_available() or (not hidden and any(map(any, signs))):
+        raise RuntimeError(
+            f"this machine's GPU cannot be used: {choice.reason}. Choose the accelerator GPU T4 x2 in the notebook's settings "
+            "(Session options), or none to compute on the CPU, and run it again."
+        )
+    print("NOTE: no GPU: for the whole test set choose the accelerator GPU T4 x2 in the notebook's settings")
 
 
 def _device_problem(torch: Any, device: str) -> str | None:

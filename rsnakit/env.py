@@ -32,6 +32,7 @@ __all__ = [
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROOT = Path(os.environ.get("RSNAKIT_ROOT", "/"))  # what stands for / of Kaggle, Colab and Paperspace in a rehearsal
 Environ = Mapping[str, str] | None  # os.environ if None
+LOW_DISK = 5.0  # GB; Kaggle ends a notebook that writes more than its 20
 TABLES = ("train.csv", "test.csv")  # a folder with either is taken for a competition
 
 # Variables that a place sets for its notebooks. Keys to its API don't count: people carry those elsewhere.
@@ -101,6 +102,7 @@ def describe() -> str:
     lines = [
         f"rsnakit {rsnakit.__version__} on {place.name} ({place.reason})",
         f"Python {platform.python_version()}, {_versions('torch', 'timm', 'numpy', 'pandas')}, {cores()} cores",
+        *(() if place.name == "local" else _found(place.name)),
     ]
     try:
         device = choose_device()
@@ -110,6 +112,19 @@ def describe() -> str:
     except ImportError as error:
         lines.append(f"no device: torch cannot be imported ({error}); pip install -r requirements.txt")
     return "\n".join(lines)
+
+
+def _found(place: str, root: Path = ROOT, repository: Path = REPOSITORY) -> list[str]:
+    """Lines on where a place that is not one's own has the package, the competition and runs, and whether room is scarce."""
+    lines = [f"package: {repository}"]
+    if place == "kaggle":
+        folders = [mounts.competition_folder(root, layout) for layout in mounts.LAYOUTS]
+        mounted = next(filter(_has_table, folders), f"none is mounted; add {mounts.SLUG} to the notebook's inputs")
+        runs = [str(run) for bundle in mounts.bundles(root) for run in sorted((bundle / "runs").glob("*/"))]
+        lines += [f"competition: {mounted}", f"runs: {', '.join(runs) or 'none is mounted'}"]
+    if (free := shutil.disk_usage(".").free / 1e9) < LOW_DISK:
+        lines.append(f"NOTE: only {free:.1f} GB of disk are free in {Path.cwd()}")
+    return lines
 
 
 def where(environ: Environ = None, root: Path = ROOT) -> Place:

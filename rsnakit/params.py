@@ -58,15 +58,27 @@ def setting(default: Any, *, low: float | None = None, high: float | None = None
 def start(keep_work: bool = False) -> None:
     """The first cell of a notebook: prints where this runs, on what device and in what precision, and why.
 
-    Args:
-        keep_work: keep what the notebooks write where it outlives the machine: Google Drive on Colab, /storage on
-            Paperspace. On Kaggle and on a machine of one's own it stays anyway.
-    """
-    from rsnakit import env, mounts
+    On Kaggle, Colab and Paperspace it installs before that what is missing there (see `packages.bring`).
 
+    Args:
+        keep_work: keep what the notebooks write where it outlives the machine: on Google Drive in Colab, in /storage on
+            Paperspace. On Kaggle and on a machine of one's own it is kept anyway.
+
+    Raises:
+        PackageError: something that is needed cannot be installed, or the session has to be restarted.
+        OSError: work cannot be kept.
+        RuntimeError: Kaggle gave a GPU that its torch cannot compute on.
+    """
+    from rsnakit import device, env, mounts, packages
+
+    place = env.where().name
+    if place != "local":
+        packages.bring(place, env.REPOSITORY)
     if keep_work:
-        print(mounts.keep_work(env.where().name, env.ROOT))
+        print(mounts.keep_work(place, env.ROOT))
     print(env.describe())
+    if place == "kaggle":
+        device.check_gpu(env.ROOT)
 
 
 def read(*config_classes: type, namespace: Mapping[str, Any] | None = None) -> Any:
