@@ -58,7 +58,7 @@ def started() -> float:
     except (AttributeError, OSError, ValueError):  # no /proc (macOS)
         return _IMPORTED
     began = time.monotonic() - age
-    return began if 0 <= age and began <= _IMPORTED else _IMPORTED  # a container may have a /proc of its own making
+    return began if age >= 0 and began <= _IMPORTED else _IMPORTED  # a container may have a /proc of its own making
 
 
 _IMPORTED = time.monotonic()
@@ -76,8 +76,7 @@ def deadline(max_hours: float, environ: Environ = None, root: Path = ROOT) -> tu
         return math.inf, ""
     whole = environ.get("KAGGLE_IS_COMPETITION_RERUN") or environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
     begun = started() if whole else time.monotonic()
-    left = begun + limit.value * 3600 - time.monotonic()
-    return begun + limit.value * 3600, f"{limit.value:g} h for inference ({limit.reason}), {left / 3600:.2f} h are left"
+    return begun + limit.value * 3600, f"{limit.value:g} h for inference ({limit.reason})"
 
 
 class Measured(NamedTuple):
@@ -143,7 +142,7 @@ class Clock:
         self._since = self._begun  # what is measured now began then
 
     def passes(self) -> tuple:
-        """With which to begin a batch now: the level's, or fewer where the deadline would pass meanwhile. Any thread may ask."""
+        """With which to begin a batch now: the level's, or fewer where it would end too late. Any thread may ask."""
         left = self.until - self.reserve - self._now()
         fitting = (level for level in self.levels[self.level :] if self._each_pass * len(level) <= left)
         return next(fitting, self.levels[-1])

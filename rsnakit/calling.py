@@ -5,24 +5,26 @@ from pathlib import Path
 
 import pandas as pd
 
-from rsnakit import metrics, runs
+from rsnakit import metrics, runs, submission
 from rsnakit.infer import InferConfig
 
 FROM_SUMMARY = ("auto", "percentile")  # thresholds that the run's summary has
 
 
 def to_breasts(report: pd.DataFrame, run: Path, how: str = "mean") -> pd.DataFrame:
-    """A report's images to breasts (see `metrics.to_breast`).
+    """A report's images to breasts, as `submission.to_breasts`, which see.
 
     Args:
         report: as `predict` gives it.
-        run: the run that scored it. Where its models score whole breasts, each image has its breast's score, and a breast
-            keeps it in every way; put through noisy_or again it would grow.
+        run: the run that scored it, which is asked what a score is of where the report does not say it (`score_of`), as one
+            of an older version of the kit.
         how: one of `metrics.HOWS`.
     """
-    described = runs.read_model(next(iter(runs.trained_folds(run).values())))
-    by_breast = described["model"].get("views", "none") != "none"
-    return metrics.to_breast(report, "max" if by_breast else how)
+    if "score_of" not in report:
+        described = runs.read_model(next(iter(runs.trained_folds(run).values())))
+        by_breast = described["model"].get("views", "none") != "none"
+        report = report.assign(score_of="breast" if by_breast else "image")
+    return submission.to_breasts(report, how)
 
 
 def choose_threshold(config: InferConfig, run: Path, breasts: pd.DataFrame | None = None) -> tuple[float | None, str]:

@@ -1,32 +1,40 @@
-"""Runs and a competition to a submission: every breast of test.csv gets its row, whatever happens to its images. What is
-written, and checked as the competition would, stands in `submission`; where breasts are cut, in `calling`."""
+"""Runs and a competition to a submission: every breast of test.csv gets its row, whatever happens to its images.
 
+What is written, and checked as the competition would, stands in `submission`; where breasts are cut, in `calling`; models and
+devices in `ensemble`; the time there is in `budget`; what a restart goes on from in `ledger`.
+"""
+
+import contextlib
 import dataclasses
 import functools
+import hashlib
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from tqdm.auto import tqdm
 
-from rsnakit import data, env, metrics, models, runs
-from rsnakit.batches import for_each_batch
+import rsnakit
+from rsnakit import budget, data, env, metrics, runs
+from rsnakit.batches import in_batches
+from rsnakit.budget import Clock
+from rsnakit.ensemble import TTA, Ensemble, Pass, Scorer, devices_of, levels, load_ensemble
 from rsnakit.fields import check_all
-from rsnakit.loop import autocast
+from rsnakit.ledger import Ledger
 from rsnakit.params import setting
-from rsnakit.preprocess import PreprocessConfig, load_image
+from rsnakit.preprocess import load_image
+from rsnakit.scored import REPORT_COLUMNS, Scored
+from rsnakit.stopping import Stop
 from rsnakit.submission import SubmissionError, check_submission, write_submission
-from rsnakit.targets import view_ids
 
 __all__ = [
-    "Ensemble", "InferConfig", "SubmissionError", "check_submission", "load_ensemble", "predict", "refuse_other_settings",
-    "write_submission",
+    "REPORT_COLUMNS", "Ensemble", "InferConfig", "SubmissionError", "check_submission", "load_ensemble", "predict",
+    "refuse_other_settings", "write_submission",
 ]  # fmt: skip
-
-REPORT_COLUMNS = ["prediction_id", "patient_id", "laterality", "image_id", "status", "score", "seconds", "reason"]
-NOT_FINITE = "the model gave no finite score"
-BREASTS = 512  # pooled at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,55 +44,13 @@ class InferConfig:
     threshold: float | str = setting("auto", low=0.0, high=1.0, choices=("auto", "none", "percentile"))
     aggregate: str = setting("mean", choices=metrics.HOWS)  # of a breast's images
     infer_batch_size: int = setting(8, low=1, high=1024)  # images
+    tta: str = setting(
+        "none", choices=tuple(TTA)
+    )  # flips that an image is shown in besides: hflip, vflip, diagonal, all
+    infer_compile: str = setting("off", choices=("off", "default", "max-autotune"))
 
     def __post_init__(self):
         check_all(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ensemble:
-    """The models of a run's folds, and what all of them agree on.
-
-    Attributes:
-        models: by fold number, on the device, in evaluation mode.
-        preprocess: the settings that shaped the pixels they were trained on.
-        prior: share of positive images, or breasts, in their training.
-    """
-
-    models: dict[int, torch.nn.Module]
-    preprocess: PreprocessConfig
-    prior: float
-
-    @property
-    def by_breast(self) -> bool:
-        """Whether the models score a breast from all its images, and not each image by itself."""
-        return next(iter(self.models.values())).config.views != "none"
-
-
-def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
-    """Rebuilds the models of all folds that a run has, from its own files alone.
-
-    Raises:
-        rsnakit.runs.RunError: no fold is trained, or the folds were trained on differently prepared pixels.
-        rsnakit.models.WeightsError: weights that do not fit what `model.json` says.
-    """
-    folders = runs.trained_folds(run)
-    if not folders:
-        raise runs.RunError(f"{run}: no fold with best.safetensors and model.json; 03_train makes one")
-    built, described = {}, {}
-    for fold, folder in folders.items():
-        described[fold] = runs.read_model(folder)
-        built[fold] = models.load_model(folder).to(device, memory_format=torch.channels_last)
-    first, *others = described.values()
-    for other in others:
-        differences = runs.compare(first["preprocess"], other["preprocess"])
-        if differences:
-            raise runs.RunError(f"{run}: folds were trained on differently prepared images: {differences}")
-    return Ensemble(
-        models=built,
-        preprocess=runs.rebuild(PreprocessConfig, first["preprocess"], run),
-        prior=float(np.mean([model["prior"] for model in described.values()])),
-    )
 
 
 def refuse_other_settings(run: Path, given: dict[str, object]) -> None:
@@ -109,114 +75,151 @@ def refuse_other_settings(run: Path, given: dict[str, object]) -> None:
 
 
 def predict(
-    competition: Path | str, run: Path | str, config: InferConfig, run_config: env.RunConfig | None = None
+    competition: Path | str,
+    run: Path | str,
+    config: InferConfig,
+    run_config: env.RunConfig | None = None,
+    folder: Path | str | None = None,
 ) -> pd.DataFrame:
-    """Scores every image of a competition's test.csv with all folds of a run.
+    """Scores every image of a competition's test.csv with all folds of a run, and all flips that `tta` names.
 
-    A model that sees breasts gives its features of each image as it comes, and scores the breasts at the end, each from its
-    images that have pixels. Until then the features are kept in memory: images x folds x channels x 4 bytes, 0.66 GB for
-    32,000 images, 4 folds and 1,280 channels.
+    There is a time limit on Kaggle, or where `max_hours` sets one (see `budget.deadline`): where the images that remain would
+    not fit, they are scored by fewer passes (a pass is one fold on one flip), and in the end get the prior. A model that sees
+    breasts gives its features of each image as it comes, and scores the breasts at the end, each from its images that have
+    pixels, by those passes that all of them have. Until then the features are kept in memory: images x passes x channels x 4
+    bytes, 0.66 GB for 32,000 images, 4 passes and 1,280 channels. All else takes some hundred bytes an image.
 
     Args:
         competition: its folder.
         run: a run's folder (see `runs.find_run`).
-        config: batch size; threshold and aggregation come later, in `write_submission`.
-        run_config: device, precision, processes, debug (the first few breasts alone are scored, the rest get the prior).
+        config: flips, batch size, compilation; threshold and aggregation come later, in `write_submission`.
+        run_config: device, precision, processes, hours, debug (the first few breasts alone are scored, the rest get the
+            prior).
+        folder: where scores are kept as they come, and gone on from (see `ledger`), features of breasts too; None: nowhere.
 
     Returns:
         `report.csv` as a frame, a row an image of test.csv in its order: prediction_id, patient_id, laterality, image_id,
-        status (`ok`, `blank`, `failed` or `skipped`), score (mean over folds; the training prior where the status is not
-        ok), seconds to decode, reason. Where the models see breasts, an image has the score of its breast whatever its own
-        status is, and the prior stands where no image of the breast is ok.
+        status (`ok`, `blank`, `failed` or `skipped`), score (mean of the passes' probabilities; the training prior where the
+        status is not ok), score_of (`image` or `breast`), seconds to decode, reason: why there is no score, or why it is of
+        fewer passes. Where the models see breasts, an image has the score of its breast whatever its own status is, and the
+        prior stands where no image of the breast is ok.
+
+    Raises:
+        ValueError: debug, while Kaggle scores a submission.
+        rsnakit.files.LockedError: another process keeps its scores in `folder`.
+        KeyboardInterrupt: Ctrl-C; what was scored until then is in `folder`.
     """
-    run_config = run_config or env.RunConfig()
-    device = env.choose_device(run_config.device).value
-    precision = env.choose_precision(device, run_config.precision).value
+    run, run_config = Path(run), run_config or env.RunConfig()
+    rerun = bool(os.environ.get("KAGGLE_IS_COMPETITION_RERUN"))
+    if rerun and run_config.debug:
+        raise ValueError(
+            "debug=True scores a few breasts only, and Kaggle is scoring this submission, which would be worthless: set debug "
+            "to False, and submit again"
+        )
+    until, said = budget.deadline(run_config.max_hours)
     table = data.load_table(competition, "test")
-    ensemble = load_ensemble(Path(run), device)
-    report = table[["prediction_id", "patient_id", "laterality", "image_id"]].assign(
-        status="skipped", score=ensemble.prior, seconds=0.0, reason="debug: not looked at"
-    )
-    wanted = np.arange(len(table))
-    if run_config.debug:
-        wanted = wanted[table["breast_id"].isin(table["breast_id"].unique()[:4]).to_numpy()]
-    paths, pixels = table["path"].iloc[wanted].tolist(), ensemble.preprocess
-    n_jobs = (run_config.n_jobs or env.cores()) if len(paths) > 8 else 0
-    features = _Features(ensemble, len(table)) if ensemble.by_breast else None
-    with tqdm(total=len(paths), desc="inference", unit="image", mininterval=1) as progress:
-
-        def take(batch: dict) -> None:
-            rows = wanted[batch["item"]]
-            found = _outputs(ensemble, batch["image"], device, precision)
-            score = _mean_probability(found) if features is None else features.keep(rows, found)
-            for name, column in _columns(batch, score, ensemble.prior).items():
-                report.loc[rows, name] = column
-            progress.update(len(rows))
-
-        read, shape = functools.partial(load_image, config=pixels), (pixels.height, pixels.width)
-        for_each_batch(paths, read, shape, take, config.infer_batch_size, n_jobs)
-    if features is not None:
-        ok = (report["status"] == "ok").to_numpy()
-        score = features.scores(table, ok, device)
-        odd = ok & ~np.isfinite(score)
-        report.loc[odd, ["status", "reason"]] = "failed", NOT_FINITE
-        report["score"] = np.where(np.isfinite(score), score, ensemble.prior)
-    return report[REPORT_COLUMNS]
-
-
-@torch.no_grad()
-def _outputs(ensemble: Ensemble, images: torch.Tensor, device: str, precision: str) -> list[torch.Tensor]:
-    """What each fold's model makes of images, on the CPU: cancer logits (B,), or features (B, C) float32 for breasts."""
-    images, found = images.to(device), []
-    for model in ensemble.models.values():
-        with autocast(device, precision):
-            found.append(model.features(images) if ensemble.by_breast else model(images)["cancer"])
-    return [output.float().cpu() for output in found]
-
-
-def _mean_probability(logits: list[torch.Tensor]) -> np.ndarray:
-    """The mean over folds, (B,) float64; sigmoid and mean are taken in full precision."""
-    return torch.stack(logits).double().sigmoid().mean(0).numpy()
+    devices = devices_of(run_config.device)
+    precision = env.choose_precision(devices[0], run_config.precision).value
+    scorer = Scorer(run, devices, precision, config.infer_compile, config.infer_batch_size)
+    steps = levels(list(scorer.ensemble.models), config.tta)
+    found = Scored(table, scorer.ensemble, steps[0])
+    wanted = table["breast_id"].isin(table["breast_id"].unique()[:4]).to_numpy() if run_config.debug else None
+    noted = {"precision": precision, "device": devices[0].split(":")[0], "compile": config.infer_compile}
+    key = _key(run, table, scorer.ensemble, steps[0])
+    names = table["image_id"], table["path"]
+    with Stop() as stop, Ledger(folder, key, *names, found.shape, noted) as ledger:
+        for record in ledger.records():
+            found.put(record)
+        left = np.flatnonzero((found.status == "") if wanted is None else (found.status == "") & wanted)
+        if before := int((found.status != "").sum()):
+            print(f"{before:,} of {len(table):,} images were scored before, {len(left):,} are left")
+        clock = _clock(until, steps, len(left), devices, run_config)
+        if said:
+            print(f"time: {said}, of which {(until - time.monotonic()) / 3600:.2f} are left")
+        if folder is not None:
+            print(f"scores are kept in {folder}, {ledger.size / 1e6:,.0f} MB at most")
+        try:
+            _score(scorer, table["path"], left, clock, stop, found, ledger, run_config.n_jobs, config.infer_batch_size)
+            cause = stop.reason and f"stopped by {stop.reason}"
+        except Exception as error:
+            if not rerun:
+                raise
+            traceback.print_exc()  # with what there is, the submission is worth more than nothing
+            found.ensemble = load_ensemble(run)  # a GPU that has failed answers no more
+            cause = f"inference ended with an error: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
+        why_not = cause or f"no time was left of {said}"
+        report = found.report(why_not, wanted)
+    unreached = int(((found.status == "") & (True if wanted is None else wanted)).sum())
+    if unreached:
+        kept = "" if folder is None else f"; the others are kept in {folder}, and the same call goes on"
+        print(f"NOTE: {unreached:,} of {len(table):,} images were not scored: {why_not}{kept}")
+    if stop.reason == "Ctrl-C":  # whoever asks for a stop wants no submission of priors from the cells that follow
+        raise KeyboardInterrupt
+    return report
 
 
-def _columns(batch: dict, score: np.ndarray, prior: float) -> dict[str, np.ndarray | list]:
-    """The columns of a report for a batch: the training prior stands in where there are no pixels or no finite score."""
-    status, reason = np.array(batch["status"], dtype=object), np.array(batch["reason"], dtype=object)
-    odd = ~np.isfinite(score) & (status == "ok")
-    status[odd], reason[odd] = "failed", NOT_FINITE
-    score = np.where(status == "ok", score, prior)
-    return {"status": status, "reason": reason, "seconds": batch["seconds"], "score": score}
+def _score(
+    scorer: Scorer,
+    paths: pd.Series,
+    left: np.ndarray,
+    clock: Clock,
+    stop: Stop,
+    found: Scored,
+    ledger: Ledger,
+    n_jobs: int,
+    batch_size: int,
+) -> None:
+    """Scores the table's rows `left`, until they are done, it is asked to stop, or the clock says so."""
+    config = scorer.ensemble.preprocess
+    n_jobs = min(n_jobs or env.cores(), len(left))
+
+    def take(batch: dict, outputs: dict[Pass, np.ndarray], seconds: float) -> None:
+        changes = len(clock.changes)
+        clock.told(len(batch["item"]), len(outputs), seconds, sum(batch["seconds"]))
+        for change in clock.changes[changes:]:
+            progress.write(f"NOTE: {change.reason}")
+        records = found.records(left[batch["item"]], batch, outputs)
+        for record in records:
+            found.put(record)
+        ledger.keep(records)
+        progress.update(len(records))
+
+    def is_over() -> bool:
+        return clock.over() or stop.asked()
+
+    read, shape = functools.partial(load_image, config=config), (config.height, config.width)
+    with tqdm(total=len(left), desc="inference", unit="image", mininterval=1) as progress:
+        batches = in_batches(paths.iloc[left].tolist(), read, shape, batch_size, n_jobs, is_over)
+        scorer.run(_until(batches, is_over), clock.passes, take)
 
 
-class _Features:
-    """Features of single images, kept until all images of a breast are there."""
+def _until(batches: Iterator[dict], is_over: Callable[[], bool]) -> Iterator[dict]:
+    """Batches as long as there is time to score another."""
+    with contextlib.closing(batches):
+        for batch in batches:
+            if is_over():
+                return
+            yield batch
 
-    def __init__(self, ensemble: Ensemble, n_images: int) -> None:
-        self.models, self.n_images = ensemble.models, n_images
-        self.of_fold: list[torch.Tensor] = []  # (n_images, C) each
 
-    def keep(self, rows: np.ndarray, found: list[torch.Tensor]) -> np.ndarray:
-        """Takes features of the table's rows, and says of each image whether they are finite: 0, else NaN, (B,)."""
-        if not self.of_fold:
-            self.of_fold = [torch.zeros(self.n_images, features.shape[1]) for features in found]
-        for kept, features in zip(self.of_fold, found, strict=True):
-            kept[rows] = features
-        finite = torch.stack([features.isfinite().all(1) for features in found]).all(0)
-        return np.where(finite.numpy(), 0.0, np.nan)
+def _clock(until: float, steps: Sequence, n_images: int, devices: Sequence[str], run: env.RunConfig) -> Clock:
+    cores, cpu = env.cores(), list(devices) == ["cpu"]
+    n_threads = cores if cpu else len(devices)  # as Scorer has them
+    return Clock(until, steps, n_images, run.n_jobs or cores, n_threads, cores, model_cores=1.0 if cpu else 0.0)
 
-    @torch.no_grad()
-    def scores(self, table: pd.DataFrame, ok: np.ndarray, device: str) -> np.ndarray:
-        """Each image's breast's score, (n_images,) float64, from those of its images that are `ok`; NaN where none is."""
-        codes, _ = pd.factorize(table["breast_id"])
-        members = data.grouped(codes)  # (breasts, views) rows of the table
-        mask = torch.from_numpy((members >= 0) & ok[members])
-        members = torch.from_numpy(members.clip(min=0))
-        kinds = torch.from_numpy(view_ids(table["view"]))[members]
-        logits = []
-        for model, features in zip(self.models.values(), self.of_fold, strict=True):
-            parts = zip(members.split(BREASTS), mask.split(BREASTS), kinds.split(BREASTS), strict=True)
-            found = [model.classify(features[rows].to(device), there, kind)["cancer"] for rows, there, kind in parts]
-            logits.append(torch.cat(found).float().cpu())
-        scores = _mean_probability(logits)
-        scores[~mask.any(1).numpy()] = np.nan
-        return scores[codes]
+
+def _key(run: Path, table: pd.DataFrame, ensemble: Ensemble, passes: Sequence[Pass]) -> dict:
+    """What decides scores: by its content, so that a run that was copied or trained on is told from what it was."""
+    weights = {}
+    for fold, folder in runs.trained_folds(run).items():
+        for name in ("best.safetensors", "model.json"):
+            with open(folder / name, "rb") as file:
+                weights[f"fold{fold}/{name}"] = hashlib.file_digest(file, "sha256").hexdigest()
+    ids = table[["patient_id", "laterality", "image_id"]].to_csv(index=False).encode()
+    return {
+        "version": rsnakit.__version__,
+        "weights": weights,
+        "images": hashlib.sha256(ids).hexdigest(),
+        "passes": [[each.fold, list(each.flips)] for each in passes],
+        "preprocess": dataclasses.asdict(ensemble.preprocess),
+    }

@@ -9,10 +9,37 @@ from rsnakit import metrics
 from rsnakit.files import replacing
 
 COLUMNS = ["prediction_id", "cancer"]
+SCORE_OF = ("image", "breast")  # what the score of a report's row may be of
 
 
 class SubmissionError(ValueError):
     """A submission that the competition would refuse or score wrongly; the message says what is wrong in which row."""
+
+
+def to_breasts(report: pd.DataFrame, how: str = "mean") -> pd.DataFrame:
+    """A report's images to breasts (see `metrics.to_breast`).
+
+    A score that is that of the whole breast already (`score_of` says `breast`) stays what it is in every way: put through
+    noisy_or again it would grow with each image.
+
+    Args:
+        report: as `infer.predict` gives it, or breasts, which stay as they are. Without `score_of` scores are those of images.
+        how: one of `metrics.HOWS`.
+
+    Raises:
+        ValueError: as `metrics.to_breast`; or `score_of` is not the same in all rows, or a breast has several scores.
+    """
+    of = report["score_of"].unique().tolist() if "score_of" in report else []
+    if len(of) > 1 or not set(of) <= set(SCORE_OF):
+        raise ValueError(f"score_of is {', '.join(map(repr, of))}; expected one of {', '.join(SCORE_OF)} in all rows")
+    if of != ["breast"]:
+        return metrics.to_breast(report, how)
+    breasts = metrics.to_breast(report, "max")
+    several = report.groupby(metrics.BREAST, sort=False)["score"].nunique() > 1
+    if several.any():
+        name = "_".join(map(str, several.idxmax()))
+        raise ValueError(f"breast {name} has several scores, and score_of says that each is the whole breast's")
+    return breasts
 
 
 def write_submission(
@@ -21,14 +48,14 @@ def write_submission(
     """Brings a report's images to breasts, cuts at the threshold and writes the submission, whole or not at all.
 
     Args:
-        report: as `predict` gives it, or breasts of it, as `calling.to_breasts` gives them.
+        report: as `infer.predict` gives it, or breasts of it, as `to_breasts` gives them.
         threshold: scores at or above it become 1, others 0; None leaves them.
-        aggregate: one of `metrics.HOWS`, over a breast's images (see `metrics.to_breast`).
+        aggregate: one of `metrics.HOWS`, over a breast's images (see `to_breasts`).
 
     Returns:
         What was written: prediction_id, cancer, a row a breast in first-seen order.
     """
-    breasts = metrics.to_breast(report, aggregate)
+    breasts = to_breasts(report, aggregate)
     cancer = breasts["score"].clip(0, 1)
     if threshold is not None:
         cancer = (breasts["score"] >= threshold).astype(float)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from rsnakit import calling, data, engine, infer, models, preprocess, runs
+from rsnakit import calling, data, engine, infer, models, preprocess, runs, scored
 from rsnakit.engine import TrainConfig
 from rsnakit.env import RunConfig
 from rsnakit.infer import InferConfig, SubmissionError
@@ -389,7 +389,7 @@ def test_a_breast_is_scored_from_all_its_images(competition, breast_run, tmp_pat
 
 def test_breasts_in_parts_and_batches_are_the_same(competition, breast_run, monkeypatch):
     whole = infer.predict(competition, breast_run, InferConfig(), RUN)
-    monkeypatch.setattr(infer, "BREASTS", 3)
+    monkeypatch.setattr(scored, "BREASTS", 3)
     parts = infer.predict(competition, breast_run, InferConfig(infer_batch_size=1), dataclasses.replace(RUN, n_jobs=1))
     np.testing.assert_allclose(parts["score"], whole["score"], atol=1e-6)
 
