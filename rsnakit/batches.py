@@ -1,5 +1,6 @@
 """Files as batches of prepared images, read on all cores; a file that kills its process, or hangs it, costs itself alone."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def in_batches(
     shape: tuple[int, int],
     batch_size: int,
     n_jobs: int,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[dict]:
     """Reads files, and yields them in batches.
 
@@ -29,7 +31,8 @@ def in_batches(
         read: a file's image, (height, width) uint16 of 12 bits. Whatever it raises costs that file.
         shape: (height, width); a file that can't be read is a black image of that shape.
         batch_size: images a batch.
-        n_jobs: processes; 0 reads in this one, where a crash is nobody's to catch.
+        n_jobs: processes; 0 reads in this one, where a crash or a file that hangs is nobody's to catch.
+        stop: asked before each file, and every few seconds while none is done; it ends where this says True.
 
     Yields:
         Dicts of `image` (B, 1, height, width) uint16, `item` (B,) the places in `paths`, and the lists `status` (`ok`, `blank`
@@ -37,25 +40,25 @@ def in_batches(
         `paths`, and a batch comes when all its files are there: nearly in order.
     """
     files, again = Files(paths, read, shape), []
-    groups = {}  # what there is of batches that are not yet whole, by number
-    missing = {}
-    for item, found in over_files(files, range(len(files)), n_jobs):
-        number = item // batch_size
-        if number not in groups:
-            groups[number], missing[number] = {}, min(batch_size, len(files) - number * batch_size)
-        missing[number] -= 1
-        if isinstance(found, ProcessDied):
-            again.append(item)
-        else:
-            groups[number][item] = found
-        if not missing[number]:
-            del missing[number]
-            if group := groups.pop(number):
-                yield _collate(group)
-    for item, found in over_files(files, again, min(n_jobs, 1)):
-        if isinstance(found, ProcessDied):
-            found = files.failed(ProcessDied(f"{found}, twice"))
-        yield _collate({item: found})
+    groups, missing = {}, {}  # of the batches that are not yet whole: samples by item, and how many are to come
+    with contextlib.closing(over_files(files, range(len(files)), n_jobs, stop)) as found:
+        for item, sample in found:
+            number = item // batch_size
+            group = groups.setdefault(number, {})
+            if isinstance(sample, ProcessDied):
+                again.append(item)
+            else:
+                group[item] = sample
+            missing[number] = missing.get(number, min(batch_size, len(files) - number * batch_size)) - 1
+            if not missing[number]:
+                del groups[number], missing[number]
+                if group:
+                    yield _collate(group)
+    with contextlib.closing(over_files(files, again, min(n_jobs, 1), stop)) as found:
+        for item, sample in found:
+            if isinstance(sample, ProcessDied):
+                sample = files.failed(ProcessDied(f"{sample}, twice"))
+            yield _collate({item: sample})
 
 
 def for_each_batch(

@@ -59,7 +59,9 @@ class Files:
         return {"image": np.zeros(self.shape, np.uint16), "status": status, "reason": reason, "seconds": seconds}
 
 
-def over_files(files: Files, items: Iterable[int], n_jobs: int) -> Iterator[tuple[int, dict | ProcessDied]]:
+def over_files(
+    files: Files, items: Iterable[int], n_jobs: int, stop: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[int, dict | ProcessDied]]:
     """Yields (item, what `files` has there), as they are done; a `ProcessDied` for a file over which a process died, or that
     was not read within `HUNG_S`. Such a process is replaced, and what else it had been given is read by others.
 
@@ -68,30 +70,24 @@ def over_files(files: Files, items: Iterable[int], n_jobs: int) -> Iterator[tupl
 
     Args:
         n_jobs: processes; 0 reads in this one, where a crash is nobody's to catch.
+        stop: asked before each file, and every few seconds while none is done; it ends where this says True.
     """
     waiting, readers = deque(items), []
     try:
-        while waiting or any(reader.items for reader in readers):
-            try:
-                while len(readers) < n_jobs and waiting:
-                    readers.append(_Reader(files))
-                    readers[-1].fill(waiting)
-            except OSError as error:  # no process, memory or pipe to be had
-                n_jobs = len(readers)
-                print(
-                    f"NOTE: images are read by {n_jobs or 'this'} process{'es' * (n_jobs > 1)}: no more to be had ({error})"
-                )
+        while (waiting or any(reader.items for reader in readers)) and not stop():
+            n_jobs = _begin(files, readers, min(n_jobs, len(readers) + len(waiting)), n_jobs)
+            _hand_out(waiting, readers)
             if not readers:
-                yield from ((item, files[item]) for item in _taken(waiting))
-                return
+                item = waiting.popleft()
+                yield item, files[item]
             for reader in _ready(readers):
                 try:
                     found = reader.take()
                 except (EOFError, OSError):
                     readers.remove(reader)
-                    found = reader.lost(waiting, f"was killed ({reader.end()})")
+                    found = reader.lost(waiting, f"was killed ({reader.end(wait_s=1)})")
                 else:
-                    reader.fill(waiting)
+                    _hand_out(waiting, [reader])  # before whoever asked has it: that may take a while
                 if found:
                     yield found
             for reader in [reader for reader in readers if reader.hangs()]:
@@ -103,13 +99,31 @@ def over_files(files: Files, items: Iterable[int], n_jobs: int) -> Iterator[tupl
             reader.end()
 
 
-def _taken(waiting: deque[int]) -> Iterator[int]:
-    while waiting:
-        yield waiting.popleft()
+def _begin(files: Files, readers: list["_Reader"], useful: int, n_jobs: int) -> int:
+    """Starts processes up to the useful number, and says how many may be asked for from here on."""
+    try:
+        while len(readers) < useful:
+            readers.append(_Reader(files))
+    except OSError as error:  # no process, no memory, or no pipe to be had
+        n_jobs = len(readers)
+        print(
+            f"NOTE: images are read by {n_jobs or 'this'} process{'es' * (n_jobs > 1)}; no more are to be had ({error})"
+        )
+    return n_jobs
+
+
+def _hand_out(waiting: deque[int], readers: list["_Reader"]) -> None:
+    """Gives each process something to read before any gets a second file."""
+    for number in range(1, IN_HAND + 1):
+        for reader in readers:
+            if waiting and len(reader.items) < number:
+                reader.give(waiting.popleft())
 
 
 def _ready(readers: list["_Reader"]) -> list["_Reader"]:
     """Those that have something to say; [] where none has for some seconds."""
+    if not readers:
+        return []
     ready = connection.wait([reader.pipe for reader in readers], min(TICK_S, HUNG_S / 4))
     return [reader for reader in readers if reader.pipe in ready]
 
@@ -131,13 +145,12 @@ class _Reader:
         finally:
             theirs.close()  # so that this end hears when the process is gone
 
-    def fill(self, waiting: deque[int]) -> None:
-        """Gives it work; a process that died meanwhile says so when it is asked for its results."""
+    def give(self, item: int) -> None:
+        """A file to read; a process that died meanwhile says so when it is asked for its results."""
+        self.since = self.since if self.items else time.monotonic()
+        self.items.append(item)
         with contextlib.suppress(OSError):
-            while waiting and len(self.items) < IN_HAND:
-                self.since = self.since if self.items else time.monotonic()
-                self.items.append(waiting.popleft())
-                self.pipe.send(self.items[-1])
+            self.pipe.send(item)
 
     def take(self) -> tuple[int, dict]:
         """The file that it has read; EOFError or OSError where it is gone."""
@@ -157,10 +170,10 @@ class _Reader:
         waiting.extendleft(list(self.items)[:0:-1])
         return (self.items[0], ProcessDied(f"the process that read it {why}")) if self.items else None
 
-    def end(self) -> str:
-        """Ends the process, in whatever state it is, and says how it ended."""
-        self.process.join(0.5 if self.pipe.closed else 0)
+    def end(self, wait_s: float = 0.0) -> str:
+        """Ends the process, in whatever state it is, and says how it ended; one that is at its end gets `wait_s` for it."""
         self.pipe.close()
+        self.process.join(wait_s)
         self.process.kill()
         self.process.join(10)
         code = self.process.exitcode
