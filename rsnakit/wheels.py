@@ -8,9 +8,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.tags import compatible_tags, cpython_tags
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+
+from rsnakit import packages
 
 # What 04_inference imports and Kaggle's image may lack, in versions that were seen to work together and with the image's NumPy:
 # later imagecodecs ask for NumPy 2. Exact, for the same bundle from every machine; all are within requirements.txt.
@@ -86,37 +93,25 @@ def check(
         WheelError: one is damaged, of another platform, or one that must never be installed there; one needs what neither
             another wheel nor IMAGE has; one that is required is missing, or one is too many.
     """
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    paths = sorted(wheels, key=lambda path: path.name)
+    described = {path: _metadata(path) for path in sorted(wheels, key=lambda path: path.name)}
     wanted = None if requirements is None else [Requirement(text) for text in requirements]
     for python in pythons:
-        there = dict(IMAGE)
-        usable = {path: _metadata(path) for path in paths if _fits(path, python)}
-        names = {canonicalize_name(found["Name"]): found["Version"] for found in usable.values()}
-        if len(names) < len(usable):
-            raise WheelError(
-                f"two wheels of one distribution for Python {python}: {', '.join(path.name for path in usable)}"
-            )
-        if refused := [name for name in names if NEVER.fullmatch(name)]:
-            raise WheelError(
-                f"{refused[0]}: never to be installed on Kaggle, where it fits the GPU's driver; delete its wheel"
-            )
-        missing = {canonicalize_name(_metadata(path)["Name"]) for path in paths} - names.keys()
-        if missing:
-            raise WheelError(
-                f"no wheel of {', '.join(sorted(missing))} fits Python {python} on Linux; delete {paths[0].parent}"
-            )
-        there |= names
-        for path, found in usable.items():
-            for text in found.get_all("Requires-Dist", []):
-                _satisfied(Requirement(text), there, python, path.name)
+        fitting = [path for path in described if _fits(path, python)]
+        there = {_name(described[path]): described[path]["Version"] for path in fitting}
+        if len(there) < len(fitting):
+            raise WheelError(f"two wheels of one distribution for Python {python} among {_names(fitting)}; delete one")
+        if refused := [name for name in there if name in NEVER or name.startswith("nvidia-")]:
+            raise WheelError(f"{refused[0]}: is never installed on Kaggle, whose own fits its GPUs; delete its wheel")
+        if missing := {_name(found) for found in described.values()} - there.keys():
+            raise WheelError(f"of {', '.join(sorted(missing))} there is no wheel for Python {python} on Linux")
+        for path in fitting:
+            for text in described[path].get_all("Requires-Dist", []):
+                _check_met(Requirement(text), IMAGE | there, python, path.name)
         for requirement in wanted or ():
-            _satisfied(requirement, names, python, "requirements")
-        if wanted is not None and (more := names.keys() - {canonicalize_name(each.name) for each in wanted}):
+            _check_met(requirement, there, python, "the list")
+        if wanted is not None and (more := there.keys() - {canonicalize_name(one.name) for one in wanted}):
             raise WheelError(f"{', '.join(sorted(more))}: not asked for")
-    return paths
+    return list(described)
 
 
 def _download(requirements: Sequence[str], python: str, out: Path, folder: Path) -> None:
@@ -141,50 +136,48 @@ def _download(requirements: Sequence[str], python: str, out: Path, folder: Path)
         )
 
 
-def _metadata(path: Path):
-    """A wheel's METADATA: its name, version and what it requires."""
+def _metadata(path: Path) -> Message:
+    """What a wheel says of itself, its Name, Version and Requires-Dist among it; all of it is read, and so checked."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
             damaged = archive.testzip()
             if damaged or len(names) != 1:
-                raise WheelError(
-                    f"{path}: {damaged or 'no METADATA in it'}: damaged; delete it and bundle again with internet"
-                )
+                raise zipfile.BadZipFile(f"damaged at {damaged}" if damaged else "it has no METADATA")
             return message_from_bytes(archive.read(names[0]))
     except (OSError, zipfile.BadZipFile) as error:
-        raise WheelError(
-            f"{path}: cut short or no wheel ({error}); delete it and bundle again with internet"
-        ) from error
+        raise WheelError(f"{path}: cannot be read as a wheel ({error}). Delete it, and have it taken again.") from error
 
 
 def _fits(path: Path, python: str) -> bool:
     """Whether a wheel can be installed by this Python on Linux with Kaggle's glibc."""
-    from packaging.tags import compatible_tags, cpython_tags
-    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
-
     version = tuple(map(int, python.split(".")))
     try:
         tags = parse_wheel_filename(path.name)[3]
     except InvalidWheelFilename as error:
-        raise WheelError(f"{path}: no name of a wheel ({error})") from error
-    interpreter = f"cp{version[0]}{version[1]}"
-    known = {*cpython_tags(version, platforms=PLATFORMS), *compatible_tags(version, interpreter, PLATFORMS)}
-    return not tags.isdisjoint(known)
+        raise WheelError(f"{path}: this is no name of a wheel ({error})") from error
+    pure = compatible_tags(version, f"cp{version[0]}{version[1]}", PLATFORMS)
+    return not tags.isdisjoint({*cpython_tags(version, platforms=PLATFORMS), *pure})
 
 
-def _satisfied(requirement, there: dict[str, str], python: str, by: str) -> None:
-    """Refuses (WheelError) what a wheel requires and neither another one nor the image has."""
-    from packaging.utils import canonicalize_name
-
-    place = {"python_version": python, "python_full_version": f"{python}.0", "platform_system": "Linux", "extra": "",
-             "sys_platform": "linux", "os_name": "posix", "platform_machine": "x86_64",
-             "implementation_name": "cpython", "platform_python_implementation": "CPython"}  # fmt: skip
+def _check_met(requirement: Requirement, there: Mapping[str, str], python: str, by: str) -> None:
+    """Refuses (WheelError) a requirement of a wheel, or of the list, that no version among these meets."""
+    place = {
+        "python_version": python, "python_full_version": f"{python}.0", "implementation_name": "cpython", "extra": "",
+        "platform_python_implementation": "CPython", "os_name": "posix", "sys_platform": "linux",
+        "platform_system": "Linux", "platform_machine": "x86_64",
+    }  # fmt: skip
+    version = there.get(canonicalize_name(requirement.name))
     if requirement.marker and not requirement.marker.evaluate(place):
         return
-    version = there.get(canonicalize_name(requirement.name))
     if version is None or not requirement.specifier.contains(version, prereleases=True):
-        has = f"{requirement.name} is {version}" if version else f"there is no {requirement.name}"
-        raise WheelError(
-            f"{by} asks for {requirement} on Python {python}, and {has} among the wheels and in Kaggle's image"
-        )
+        found = f"version {version} is there" if version else "it is neither among the wheels nor in Kaggle's image"
+        raise WheelError(f"{by} asks for {requirement} on Python {python}, and {found}")
+
+
+def _name(found: Message) -> str:
+    return canonicalize_name(found["Name"])
+
+
+def _names(paths: Iterable[Path]) -> str:
+    return ", ".join(path.name for path in paths)
