@@ -1,0 +1,204 @@
+"""The notebooks' first cell: where it finds the package, how it brings it, what it says where there is none to be had.
+
+The fast tests run it as a script, with a package of two lines that says which folder it was taken from. The slow ones run it
+with the kit itself in fresh environments, each of which is made to look like one of the places.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("[0-9]*.ipynb"))
+WAYS = "fill in repository, upload rsnakit.zip, or add its data (Kaggle)"
+
+
+def first_cell(notebook: Path) -> str:
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
+
+
+CELL = first_cell(NOTEBOOKS[0])
+
+
+def test_it_is_the_same_in_all_notebooks_and_begins_with_its_form():
+    for notebook in NOTEBOOKS:
+        assert first_cell(notebook) == CELL, notebook.name
+    assert CELL.splitlines()[:2] == [
+        'repository = ""  # @param {type:"string"}',
+        'keep_work = False  # @param {type:"boolean"}',
+    ]
+
+
+STUB = "from pathlib import Path\ndef start(keep_work): print('from', Path(__file__).parents[1], keep_work)\n"
+
+
+def package(folder: Path) -> Path:
+    """A folder with a package that says where it is."""
+    (folder / "rsnakit").mkdir(parents=True)
+    (folder / "rsnakit" / "__init__.py").touch()
+    (folder / "rsnakit" / "params.py").write_text(STUB)
+    return folder
+
+
+def run(folder: Path, root: Path, cell: str = CELL, **environ: str) -> subprocess.CompletedProcess:
+    """The cell, run by this Python in a folder; nothing of this repository is on the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("RSNAKIT", "PYTHON", "GIT"))}
+    return subprocess.run(
+        [sys.executable, "-I", "-c", cell], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        env={**clean, "RSNAKIT_ROOT": str(root), **environ},
+    )  # fmt: skip
+
+
+def found(done: subprocess.CompletedProcess) -> str:
+    """Where the package was taken from, and keep_work."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1].removeprefix("from ")
+
+
+# Where it is
+
+
+MOUNTS = (
+    "kaggle/input/bundle",
+    "kaggle/input/bundle/dataset",
+    "kaggle/input/datasets/me/bundle",
+    "kaggle/input/datasets/me/bundle/dataset",
+)
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_a_data_set_on_kaggle(tmp_path, mount):
+    package(tmp_path / mount)
+    images = tmp_path / "kaggle/input/rsna-breast-cancer-detection/train_images/1/rsnakit"
+    images.mkdir(parents=True)  # as deep as nobody looks
+    (images / "params.py").touch()
+    assert found(run(tmp_path / "kaggle/working", tmp_path)) == f"{tmp_path / mount} False"
+
+
+def test_the_nearest_folder_above_goes_first(tmp_path):
+    for folder in (tmp_path, tmp_path / "repository", tmp_path / "kaggle/input/bundle"):
+        package(folder)
+    here = tmp_path / "repository" / "notebooks"
+    assert found(run(here, tmp_path)) == f"{tmp_path / 'repository'} False"
+    assert found(run(tmp_path / "repository", tmp_path)) == f"{tmp_path / 'repository'} False"
+    assert found(run(tmp_path / "elsewhere", tmp_path)) == f"{tmp_path} False"
+    (tmp_path / "[a] b" / "rsnakit").mkdir(parents=True)  # a folder of that name without the package in it
+    assert found(run(package(tmp_path / "[a] b" / "c*"), tmp_path)) == f"{tmp_path / '[a] b' / 'c*'} False"
+
+
+def test_a_rehearsal_finds_nothing_above_its_root(tmp_path):
+    package(tmp_path)
+    root = tmp_path / "work" / "rehearsal"
+    done = run(root / "kaggle/working", root)
+    assert done.returncode and WAYS in done.stderr
+    mounted = package(root / "kaggle/input/bundle")
+    assert found(run(root / "kaggle/working", root)) == f"{mounted} False"
+    assert found(run(package(tmp_path / "mine"), root)) == f"{tmp_path / 'mine'} False"  # not within that root
+
+
+# How it is brought
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A repository as a person has it at an address, with the package and a notebook beside it."""
+    folder = package(tmp_path / "far away" / "rsnakit")
+    (folder / "notebooks").mkdir()
+    (folder / "notebooks" / "03_train.ipynb").write_text("{}")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], cwd=folder, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["form", "variable"])
+def test_from_the_address_of_a_repository_once(clone, tmp_path, how):
+    here, address = tmp_path / "content", clone.as_uri()
+    cell = CELL.replace('repository = ""', f'repository = "{address}"') if how == "form" else CELL
+    given = {} if how == "form" else {"RSNAKIT_REPO": address}
+    expected = f"{here / 'rsnakit-code'} False"
+    assert found(run(here, tmp_path, cell, **given)) == expected
+    assert (here / "rsnakit-code/notebooks/03_train.ipynb").exists()
+    assert [path.name for path in here.iterdir()] == ["rsnakit-code"]
+    shutil.rmtree(clone)  # so that it could not be brought once more
+    assert found(run(here, tmp_path, cell, **given)) == expected
+    assert found(run(here, tmp_path)) == expected
+    assert found(run(here / "deeper", tmp_path, RSNAKIT_REPO="")) == expected
+
+
+def test_the_form_goes_before_the_variable(clone, tmp_path):
+    cell = CELL.replace('repository = ""', f'repository = "{clone.as_uri()}"')
+    assert "rsnakit-code" in found(run(tmp_path / "content", tmp_path, cell, RSNAKIT_REPO="file:///nowhere"))
+
+
+@pytest.mark.parametrize("top", ["", "rsnakit-main"])
+@pytest.mark.parametrize("place", ["beside", "above", "mounted", "variable"])
+def test_from_an_uploaded_zip(tmp_path, top, place):
+    here = tmp_path / "content" / "notebooks"
+    folder = {
+        "beside": here,
+        "above": here.parent,
+        "mounted": tmp_path / "kaggle/input/code",
+        "variable": tmp_path / "a b",
+    }
+    package(tmp_path / "packed" / top)
+    archive = shutil.make_archive(str(folder[place] / "rsnakit-main"), "zip", tmp_path / "packed")
+    shutil.rmtree(tmp_path / "packed")
+    given = {"RSNAKIT_REPO": archive} if place == "variable" else {}
+    assert found(run(here, tmp_path, **given)) == f"{here / 'rsnakit-code'} False"
+    Path(archive).unlink()
+    assert found(run(here, tmp_path)) == f"{here / 'rsnakit-code'} False"
+
+
+# What it says where there is none to be had, and what it leaves
+
+
+def test_no_package_and_no_address(tmp_path):
+    done = run(tmp_path / "content", tmp_path)
+    assert done.returncode and f"no rsnakit in reach: {WAYS}" in done.stderr
+    assert not list((tmp_path / "content").iterdir())
+
+
+@pytest.mark.parametrize("name", ["nothing there", "nothing.zip", "other.zip", "broken.zip", "other"])
+def test_a_wrong_address_leaves_nothing(clone, tmp_path, name):
+    address = tmp_path / name
+    if name == "broken.zip":
+        address.write_bytes(b"PK\x03\x04 cut short")
+    if name == "other.zip":
+        (tmp_path / "packed" / "rsnakit").mkdir(parents=True)
+        (tmp_path / "packed" / "rsnakit" / "other.py").touch()
+        shutil.make_archive(str(address.with_suffix("")), "zip", tmp_path / "packed")
+    if name == "other":
+        shutil.copytree(clone, address)
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run([*git, "mv", "rsnakit", "another"], cwd=address, check=True)
+        subprocess.run([*git, "commit", "-qm", "second"], cwd=address, check=True)
+    done = run(tmp_path / "content", tmp_path, RSNAKIT_REPO=str(address))
+    assert done.returncode and done.stderr.strip().splitlines()[-1].endswith(f"no rsnakit in {address}: {WAYS}")
+    assert not list((tmp_path / "content").iterdir())
+    assert "rsnakit-code" in found(
+        run(tmp_path / "content", tmp_path, RSNAKIT_REPO=clone.as_uri())
+    )  # the right one, then
+
+
+def test_a_clone_that_breaks_off_leaves_nothing(tmp_path):
+    """By a git that writes the package and is cut off then."""
+    (tmp_path / "bin").mkdir()
+    package(tmp_path / "half")
+    git = tmp_path / "bin" / "git"
+    git.write_text(f'#!/bin/sh\nfor target; do :; done\ncp -r {tmp_path}/half "$target"\nkill -9 $$\n')
+    git.chmod(0o755)
+    done = run(tmp_path / "content", tmp_path, RSNAKIT_REPO="x", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert done.returncode and not list((tmp_path / "content").iterdir())
+
+
+def test_keep_work_is_handed_on(tmp_path):
+    cell = CELL.replace("keep_work = False", "keep_work = True")
+    assert found(run(package(tmp_path / "here"), tmp_path, cell)) == f"{tmp_path / 'here'} True"
