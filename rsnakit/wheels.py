@@ -32,9 +32,7 @@ IMAGE = {
     "pyyaml": "6.0.3", "safetensors": "0.7.0", "scikit-learn": "1.2.2", "scipy": "1.16.3", "tensorboard": "2.20.0",
     "torch": "2.11.0", "torchvision": "0.26.0", "tqdm": "4.67.3",
 }  # fmt: skip
-NEVER = re.compile(
-    r"(torch|torchvision|torchaudio|triton|numpy|nvidia-.*|cuda-.*)"
-)  # another one would break what is there
+NEVER = (*packages.NEVER, "numpy")  # nor what begins with nvidia-: another one would break what is there
 PYTHONS = ("3.12", "3.13")
 GLIBC = 28  # of the image's 2.28 or later; wheels for an older one work too
 PLATFORMS = (
