@@ -16,7 +16,7 @@ LADDER = (
         "look", "scoring", "resampling", "operating", "breasts", "metrics", "calibration", "nested", "phantom", "tables",
         "folds", "oof", "versions", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress",
         "stopping", "failures", "launching", "distributed", "mixing", "mounts", "packages", "slugs", "wheels", "confined",
-        "sandbox", "client",
+        "sandbox", "client", "listing",
     ),
     (
         "params", "env", "budget", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow",
@@ -31,10 +31,10 @@ LADDER = (
         "demo", "recipe", "loop",
     ),
     (
-        "trainer", "rounds", "resuming", "engine", "submission", "ledger", "ensemble", "infer", "calling", "evaluation",
+        "trainer", "rounds", "resuming", "engine", "submission", "ledger", "ensemble", "scored", "infer", "calling", "evaluation",
         "comparing", "viewer",
     ),
-    ("parcel", "bundle", "hidden", "rehearsal", "publishing", "kaggle"),
+    ("parcel", "bundle", "hidden", "checking", "rehearsal", "publishing", "kaggle"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 
