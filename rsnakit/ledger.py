@@ -30,6 +30,7 @@ FIELDS = (
 KEPT = ("ok", "blank")  # statuses that are not tried again
 REASON = 200  # characters that are kept of it
 LINE_BYTES = 400
+KEY_BYTES = 10_000
 ROOM = 1_000_000, 500  # bytes kept free: for all, and an image; report.csv and submission.csv take half of it
 STATS_AT_ONCE = 16  # files on a network disk are asked for their size so
 
@@ -107,19 +108,20 @@ class Ledger:
     @property
     def size(self) -> int:
         """Bytes on the disk at most, if no image's file is changed meanwhile: of all images, and of the room."""
-        return (LINE_BYTES + self._bytes + ROOM[1]) * len(self.paths) + ROOM[0]
+        return (LINE_BYTES + self._bytes + ROOM[1]) * len(self.paths) + ROOM[0] + KEY_BYTES
 
     def records(self) -> Iterator[Record]:
         """What was kept before of files that are as they were, in the order it came; of an image's several the last counts."""
         if not self._readable:
             return
-        with (
-            open(self._path("scores.csv"), encoding="utf-8", errors="replace", newline="\n") as lines,
-            self._features() as features,
-        ):
-            for line in lines:
-                if (found := self._parse(line, features)) is not None:
-                    yield found
+        try:
+            lines = open(self._path("scores.csv"), encoding="utf-8", errors="replace", newline="\n")  # noqa: SIM115
+            with lines, self._features() as features:
+                for line in lines:
+                    if (found := self._parse(line, features)) is not None:
+                        yield found
+        except OSError as error:
+            self._give_up(error)
 
     def keep(self, records: Sequence[Record]) -> None:
         """Adds records of images that are done; when it comes back a kill costs them no more."""
@@ -174,7 +176,7 @@ class Ledger:
     def _take_room(self) -> None:
         size = ROOM[0] + ROOM[1] * len(self.paths)
         with open(self._path("room"), "wb") as room:
-            room.write(os.urandom(4096) * (size // 4096 + 1))  # no zeros, which some disks do not write
+            room.write((os.urandom(4096) * (size // 4096 + 1))[:size])  # no zeros, which some disks do not write
 
     def _line(self, record: Record, data: bytes, number: int) -> str:
         values = (
