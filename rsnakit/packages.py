@@ -20,7 +20,7 @@ try:
 except ImportError:  # pip carries one
     from pip._vendor.packaging.requirements import Requirement
 
-# Neither installed nor changed, nor what begins with nvidia-: a place's own fit its driver and each other.
+# Neither installed nor changed, nor what begins with nvidia- or cuda-: a place's own fit its driver and each other.
 NEVER = ("torch", "torchvision", "torchaudio", "triton", "pytorch-triton")
 # Changed under a running session, these break it: compiled modules are built against NumPy, and the kernel is the others.
 HELD = ("numpy", "ipykernel", "ipython", "jupyter-client", "pyzmq", "tornado", "traitlets")
@@ -190,7 +190,7 @@ def _constraints(installed: Mapping[str, str], wanted: Sequence[Missing]) -> lis
 
 
 def _is_never(name: str) -> bool:
-    return name in NEVER or name.startswith("nvidia-")
+    return name in NEVER or name.startswith(("nvidia-", "cuda-"))
 
 
 def _normal(name: str) -> str:

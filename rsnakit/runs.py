@@ -151,28 +151,19 @@ def find_run(work: Path, name: str, is_demo: bool, bundles: Sequence[Path] = ())
             damaged `config.json`. Where none is named, one in the work folder with a damaged one is passed over, with a
             line that says so.
     """
-    there, bundled = _trained_runs(work), [run for bundle in bundles for run in _trained_runs(bundle)]
+    bundled = [run for bundle in bundles for run in _trained_runs(bundle)]
     if name:
-        found = [run for run in there if run.name == name] or [run for run in bundled if run.name == name]
-        if not found:
-            listed = ", ".join(run.name for run in there + bundled) or "none"
-            folder = " or ".join(str(folder / "runs" / name) for folder in (work, *bundles))
-            raise RunError(f"{folder}: no run with a trained fold here; runs there are: {listed}. 03_train makes one.")
-        bundled = found
+        return _named(work, name, bundled, bundles)
     if len(bundled) > 1:
         listed = "".join(f"\n  {run}" for run in bundled)
-        advice = (
-            "detach all but one of these data sets" if name else "name one with run=, or detach the other data sets"
-        )
-        raise RunError(f"{len(bundled)} runs are mounted:{listed}\n{advice}.")
+        raise RunError(f"{len(bundled)} runs are mounted: name one with run=, or detach the other data sets:{listed}")
     if bundled:
         read_config(bundled[0], *KIND)
         return bundled[0]
-    if bundles:
-        listed = ", ".join(map(str, bundles))
-        print(f"NOTE: no run with a trained fold is in {listed}: that data set lacks files, upload it anew.")
+    for bundle in bundles:
+        print(f"NOTE: {bundle}: no run with a trained fold is in its runs/: upload this data set anew")
     readable = {}
-    for folder in there:
+    for folder in _trained_runs(work):
         try:
             readable[folder] = read_config(folder, *KIND)
         except RunError as error:
@@ -187,6 +178,21 @@ def find_run(work: Path, name: str, is_demo: bool, bundles: Sequence[Path] = ())
         )
     # One with a summary before one that was killed in its first epoch; of several, the one last written to.
     return max(fitting, key=lambda p: ((p / "summary.json").exists(), _last_written(p)))
+
+
+def _named(work: Path, name: str, bundled: Sequence[Path], bundles: Sequence[Path]) -> Path:
+    """The run of a name in the work folder, else among those of the bundles."""
+    own = _trained_runs(work)
+    found = [run for run in own if run.name == name] or [run for run in bundled if run.name == name]
+    if not found:
+        folders = " or ".join(str(folder / "runs" / name) for folder in (work, *bundles))
+        listed = ", ".join(run.name for run in (*own, *bundled)) or "none"
+        raise RunError(f"{folders}: no run with a trained fold here; runs there are: {listed}. 03_train makes one.")
+    if len(found) > 1:
+        listed = "".join(f"\n  {run}" for run in found)
+        raise RunError(f"run {name} is mounted {len(found)} times: detach all but one of these data sets:{listed}")
+    read_config(found[0], *KIND)
+    return found[0]
 
 
 def _trained_runs(folder: Path) -> list[Path]:

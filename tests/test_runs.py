@@ -78,6 +78,71 @@ def test_settings_that_cannot_be_read(run):
         runs.read_config(run)
 
 
+# Runs of mounted bundles
+
+
+def bundle_with(folder: Path, *names: str, **settings) -> Path:
+    """A bundle's folder: finished folds without out-of-fold scores and checkpoint, as it carries them."""
+    (folder / "runs").mkdir(parents=True)
+    for name in names:
+        run = make_run(folder / "runs" / name)
+        for fold in (0, 1):
+            (run / f"fold{fold}" / "oof.csv").unlink()
+            (run / f"fold{fold}" / "last.pt").unlink()
+        (run / "config.json").write_text(json.dumps({"settings": {**SETTINGS, **settings}}))
+    return folder
+
+
+def test_the_mounted_run_goes_first(run, tmp_path):  # I02
+    """Whatever it was trained on, and though one in the work folder is newer."""
+    bundle = bundle_with(tmp_path / "input", "mounted", debug=True)
+    make_run(tmp_path / "runs" / "newer")
+    found = runs.find_run(tmp_path, "", is_demo=False, bundles=[bundle])
+    assert found == bundle / "runs" / "mounted"
+    assert runs.unfinished_folds(found) == {} and list(runs.trained_folds(found)) == [0, 1]
+    assert "trained on the demo, and this is real data; it was trained on a few patients" in runs.differences_in_kind(
+        found, False
+    )
+    assert runs.find_run(tmp_path, "mounted", is_demo=False, bundles=[bundle]) == found
+    assert runs.find_run(tmp_path, "one", is_demo=False, bundles=[bundle]) == run
+    make_run(tmp_path / "runs" / "mounted")  # a name is looked for in the work folder first
+    assert runs.find_run(tmp_path, "mounted", is_demo=True, bundles=[bundle]) == tmp_path / "runs" / "mounted"
+
+
+def test_of_several_mounted_runs_one_has_to_be_named(tmp_path):
+    a, b = bundle_with(tmp_path / "a", "first", "second"), bundle_with(tmp_path / "b", "second")
+    with pytest.raises(runs.RunError) as caught:
+        runs.find_run(tmp_path, "", is_demo=True, bundles=[a, b])
+    assert str(caught.value).splitlines() == [
+        "3 runs are mounted: name one with run=, or detach the other data sets:",
+        *(f"  {run}" for run in (a / "runs/first", a / "runs/second", b / "runs/second")),
+    ]
+    assert runs.find_run(tmp_path, "first", is_demo=True, bundles=[a, b]) == a / "runs" / "first"
+    with pytest.raises(runs.RunError, match=r"run second is mounted 2 times: detach all but one(.|\n)*b/runs/second"):
+        runs.find_run(tmp_path, "second", is_demo=True, bundles=[a, b])
+    with pytest.raises(runs.RunError, match=r"third or .*/a/runs/third or .*runs there are: first, second, second"):
+        runs.find_run(tmp_path, "third", is_demo=True, bundles=[a, b])
+
+
+def test_a_bundle_whose_folders_were_lost_is_said(run, tmp_path, capsys):  # K06
+    """An upload that flattened the folds leaves no run; one in the work folder is taken, where there is one."""
+    bundle = bundle_with(tmp_path / "input", "mounted")
+    for fold in (0, 1):
+        for path in (bundle / "runs" / "mounted" / f"fold{fold}").iterdir():
+            path.rename(bundle / path.name)
+    assert runs.find_run(tmp_path, "", is_demo=True, bundles=[bundle]) == run
+    assert f"NOTE: {bundle}: no run with a trained fold is in its runs/" in capsys.readouterr().out
+    with pytest.raises(runs.RunError, match="no run trained on a demo yet"):
+        runs.find_run(tmp_path / "empty", "", is_demo=True, bundles=[bundle])
+
+
+def test_a_mounted_run_with_damaged_settings_is_refused(run, tmp_path):
+    bundle = bundle_with(tmp_path / "input", "mounted")
+    (bundle / "runs" / "mounted" / "config.json").write_text("{")
+    with pytest.raises(runs.RunError, match=r"mounted/config\.json: cut short or damaged"):
+        runs.find_run(tmp_path, "", is_demo=True, bundles=[bundle])
+
+
 # Which folds are finished
 
 
