@@ -4,11 +4,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rsnakit import device, env, params
+from rsnakit import device, env, mounts, packages, params
 
 SLUG = "rsna-breast-cancer-detection"
 
@@ -57,6 +58,20 @@ def test_where_by_folders(tmp_path, folders, name):
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
     assert env.where({}, root=tmp_path).name == name
+
+
+def test_a_rehearsal_says_what_stands_for_the_root(tmp_path):
+    """In a process of its own, for it is read at the start."""
+    (tmp_path / "kaggle/working").mkdir(parents=True)
+    competition(tmp_path / "kaggle/input/competitions" / SLUG)
+    code = "from rsnakit import env; print(env.where().name, env.find_data().path, env.work_folder())"
+    environ = {"RSNAKIT_ROOT": str(tmp_path), "PATH": os.environ["PATH"]}
+    repository = Path(env.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=repository, env=environ, capture_output=True, text=True, check=True
+    )
+    folders = ("kaggle/input/competitions/" + SLUG, "kaggle/working/work")
+    assert done.stdout.split() == ["kaggle", *(str(tmp_path / folder) for folder in folders)]
 
 
 # ---- data
@@ -300,6 +315,81 @@ def test_precision_elsewhere():
         env.choose_precision("mps", "fp16")
     with pytest.raises(ValueError, match="expected auto, fp32, bf16 or fp16"):
         env.choose_precision("cpu", "float16")
+
+
+# ---- the first cell
+
+
+@pytest.mark.parametrize("layout", ["flat", "nested"])
+def test_on_kaggle_it_is_said_what_is_mounted(machine, layout):  # I02
+    root, repository = machine["root"], machine["repository"]
+    none = env._found("kaggle", **machine)
+    assert none[0] == f"package: {repository}"
+    assert f"competition: none is mounted; add {SLUG} to" in none[1] and none[2] == "runs: none is mounted"
+    flat = layout == "flat"
+    mounted = competition(root / "kaggle/input" / (SLUG if flat else f"competitions/{SLUG}"))
+    bundle = root / "kaggle/input" / ("run-a" if flat else "datasets/me/run-a")
+    (bundle / "runs" / "a").mkdir(parents=True)
+    (bundle / "bundle.json").touch()
+    assert env._found("kaggle", **machine)[1:3] == [f"competition: {mounted}", f"runs: {bundle / 'runs' / 'a'}"]
+    assert env._found("colab", **machine)[:1] == none[:1] and len(env._found("colab", **machine)) <= 2
+
+
+def test_little_disk_is_said(machine, monkeypatch):  # K08
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2.5e9))
+    assert env._found("paperspace", **machine)[-1] == f"NOTE: only 2.5 GB of disk are free in {Path.cwd()}"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=19e9))
+    assert len(env._found("paperspace", **machine)) == 1
+
+
+# K05
+def test_kaggles_p100_is_refused(gpu, tmp_path):
+    gpu("Tesla P100-PCIE-16GB", (6, 0), runs=False)
+    with pytest.raises(RuntimeError) as caught:
+        device.check_gpu(tmp_path)
+    for part in ("P100", "6.0", "no kernel image", "Choose the accelerator GPU T4 x2"):
+        assert part in str(caught.value)
+
+
+# K05
+@pytest.mark.parametrize("sign", ["dev/nvidia0", "proc/driver/nvidia/gpus/0000:00:04.0", "dev/nvidiactl", ""])
+@pytest.mark.parametrize("hidden", [None, "", "-1", "0"])
+def test_a_gpu_that_torch_does_not_see_is_refused_unless_it_is_hidden(tmp_path, monkeypatch, capsys, sign, hidden):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    if sign:
+        (tmp_path / sign).mkdir(parents=True)
+    if sign in ("", "dev/nvidiactl") or hidden in ("", "-1"):
+        device.check_gpu(tmp_path)
+        assert capsys.readouterr().out.startswith("NOTE: no GPU: ")
+    else:
+        with pytest.raises(RuntimeError, match=r"sees no CUDA GPU.*T4 x2"):
+            device.check_gpu(tmp_path)
+
+
+def test_a_gpu_that_computes_is_fine(gpu, tmp_path, capsys):
+    gpu("Tesla T4", (7, 5))
+    device.check_gpu(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("place", ["local", "colab", "kaggle"])
+def test_start_installs_then_keeps_then_says_then_checks(tmp_path, monkeypatch, capsys, place):
+    """Nothing is installed on a machine of one's own; what is installed comes first, as the rest may need it."""
+    done = []
+    for module, name in ((packages, "bring"), (mounts, "keep_work"), (device, "check_gpu")):
+        monkeypatch.setattr(module, name, lambda *arguments, name=name: done.append((name, arguments)))
+    monkeypatch.setattr(env, "where", lambda *_: env.Place(place, "a test says so"))
+    monkeypatch.setattr(env, "ROOT", tmp_path)
+    monkeypatch.setattr(env, "describe", lambda: done.append("said") or "on a machine")
+    params.start(place == "colab")
+    bring = [("bring", (place, Path(env.__file__).parents[1]))] if place != "local" else []
+    keep = [("keep_work", (place, tmp_path))] if place == "colab" else []
+    check = [("check_gpu", (tmp_path,))] if place == "kaggle" else []
+    assert done == [*bring, *keep, "said", *check] and "on a machine" in capsys.readouterr().out
 
 
 # ---- compile
