@@ -1,31 +1,23 @@
-"""A run's models on the devices at hand: all folds and all flips of a batch of images in one pass over its pixels."""
+"""A run's models, on all devices at hand, which share the work; what they do with an image stands in `replica`."""
 
 import contextlib
 import copy
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rsnakit import env, failures, models, runs
-from rsnakit.loop import autocast
+from rsnakit import env, models, runs
 from rsnakit.preprocess import PreprocessConfig
-from rsnakit.store_formats import MAX_VALUE
+from rsnakit.replica import TTA, Pass, Replica, levels
 
-# Ways to show a model an image, by the dimensions of (B, 1, H, W) that are flipped; the first is the image as it is.
-TTA = {
-    "none": ((),),
-    "hflip": ((), (3,)),
-    "vflip": ((), (2,)),
-    "diagonal": ((), (2, 3)),
-    "all": ((), (3,), (2,), (2, 3)),
-}
+__all__ = ["TTA", "Ensemble", "Pass", "Scorer", "devices_of", "levels", "load_ensemble"]
+
 AHEAD = 2  # batches for each thread that are under way: the one it is at, and the next
 
 
@@ -75,28 +67,6 @@ def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
     )
 
 
-class Pass(NamedTuple):
-    """One model on one way of showing it the image: `flips` are the dimensions of (B, 1, H, W) that are flipped."""
-
-    fold: int
-    flips: tuple[int, ...] = ()
-
-
-def levels(folds: Sequence[int], tta: str) -> list[tuple[Pass, ...]]:
-    """What to do with an image, from all there is to the least, each a tuple of passes.
-
-    First comes everything; then, without flips, all folds; then one fold less each time, from the end; at last the first fold
-    alone. Within a level the images as they are come first.
-
-    Args:
-        folds: fold numbers, the one to be kept longest first.
-        tta: a name in `TTA`.
-    """
-    everything = tuple(Pass(fold, flips) for flips in TTA[tta] for fold in folds)
-    plain = [tuple(Pass(fold) for fold in folds[:count]) for count in range(len(folds), 0, -1)]
-    return ([everything] if len(TTA[tta]) > 1 else []) + plain
-
-
 def devices_of(wanted: str = "auto") -> list[str]:
     """The devices that share the work: with "auto" and "cuda" all GPUs that work; else the one that was asked for.
 
@@ -138,7 +108,7 @@ class Scorer:
     ) -> None:
         self.devices, self.precision = list(devices), precision
         self.ensemble = load_ensemble(run, self.devices[0])
-        self._of_device: dict[str, _OnDevice] = {}
+        self._of_device: dict[str, Replica] = {}
         for name in self.devices:
             if name not in self._of_device:
                 nets = self.ensemble.models
@@ -148,25 +118,10 @@ class Scorer:
                 if compile != "off":
                     print(f"compile on {name}: {mode.value}: {mode.reason}")
                 by_breast = self.ensemble.by_breast
-                self._of_device[name] = _OnDevice(nets, name, precision, mode.value, batch_size, by_breast)
+                self._of_device[name] = Replica(nets, name, precision, mode.value, batch_size, by_breast)
 
     def score(self, images: np.ndarray, passes: Sequence[Pass], device: str | None = None) -> dict[Pass, np.ndarray]:
-        """What the models make of images; each image goes to the device once, and each flip is made once.
-
-        An output that is not finite in half precision is taken from float32, for that image and that pass alone. Where the
-        device's memory does not suffice, the images are shown in halves, from then on.
-
-        Args:
-            images: (B, 1, H, W) uint16 of 12 bits.
-            passes: what to do with each image.
-            device: one of `devices`; the first if not given.
-
-        Returns:
-            By pass, in their order, the cancer logits (B,), or features (B, C) of models that see breasts; float32.
-
-        Raises:
-            torch.OutOfMemoryError: the device has not even room for one image.
-        """
+        """What the models on one of `devices`, the first if not given, make of images: see `Replica.score`."""
         return self._of_device[device or self.devices[0]].score(images, passes)
 
     def run(
@@ -183,7 +138,7 @@ class Scorer:
 
         Args:
             batches: dicts with `image`, as `batches.in_batches` yields them, which are asked for in this thread.
-            passes: asked in a device's thread when it begins a batch.
+            passes: asked in a device's thread when it begins a batch, and by several at once.
             take: called in this thread with each batch once, in any order: what was yielded, `score`'s answer, and the seconds
                 that the device took.
         """
@@ -199,123 +154,15 @@ class Scorer:
             if hasattr(batches, "close"):
                 batches.close()
 
-    def _threads(self) -> list["_OnDevice"]:
+    def _threads(self) -> list["Replica"]:
         count = env.cores() if self.devices == ["cpu"] else 1
         return [self._of_device[name] for name in self.devices for _ in range(count)]
-
-
-class _OnDevice:
-    """The models on one device."""
-
-    def __init__(
-        self,
-        nets: Mapping[int, torch.nn.Module],
-        device: str,
-        precision: str,
-        mode: str,
-        batch_size: int,
-        by_breast: bool,
-    ) -> None:
-        self.device, self.precision, self.limit, self.compiled = device, precision, batch_size, mode != "off"
-        self.plain = {fold: _function_of(net, by_breast) for fold, net in nets.items()}
-        self.nets = self.plain
-        self.lock = threading.Lock()  # the compiler does not work for two threads at once
-        # On a device: CUDA multiplies by the reciprocal of a number that is not, which is off by a bit.
-        self.scale = torch.tensor(float(MAX_VALUE), device=device)
-        if self.compiled:
-            self.nets = {
-                fold: torch.compile(function, mode=mode, dynamic=False) for fold, function in self.plain.items()
-            }
-
-    @torch.inference_mode()
-    def score(self, images: np.ndarray, passes: Sequence[Pass]) -> dict[Pass, np.ndarray]:
-        pixels = self._to_device(images)
-        found = self._in_parts(pixels, passes, self.precision)
-        if self.precision != "fp32":
-            for each in passes:
-                odd = np.flatnonzero(~np.isfinite(found[each]).reshape(len(images), -1).all(1))
-                if len(odd):
-                    rows = pixels[torch.from_numpy(odd).to(self.device)]
-                    found[each][odd] = self._in_parts(rows, [each], "fp32")[each]
-        return found
-
-    def _to_device(self, images: np.ndarray) -> torch.Tensor:
-        """(B, 1, H, W) float32 in [0, 1]."""
-        whole = torch.from_numpy(images.view(np.int16))  # 12 bits; uint16 is not known to all devices
-        if self.device.startswith("cuda"):
-            whole = whole.pin_memory().to(self.device, non_blocking=True)
-        return whole.to(self.device).float() / self.scale
-
-    def _in_parts(self, pixels: torch.Tensor, passes: Sequence[Pass], precision: str) -> dict[Pass, np.ndarray]:
-        """Outputs of so many images at a time as the device has had room for so far."""
-        parts, first = [], 0
-        while first < len(pixels):
-            count = self.limit
-            part = self._tried(pixels[first : first + count], passes, precision)
-            if part is None:  # tried again outside of the handler, whose error holds what filled the memory
-                self._halve(min(count, len(pixels) - first))
-                continue
-            parts.append(part)
-            first += count
-        return {each: np.concatenate([part[each] for part in parts]) for each in passes}
-
-    def _tried(self, pixels: torch.Tensor, passes: Sequence[Pass], precision: str) -> dict[Pass, np.ndarray] | None:
-        try:
-            return self._outputs(pixels, passes, precision)
-        except Exception as error:
-            if failures.what_ran_out(error) != "GPU" or len(pixels) == 1:
-                raise
-            return None
-
-    def _halve(self, count: int) -> None:
-        with self.lock:
-            if self.limit >= count:
-                self.limit = count // 2
-                print(
-                    f"NOTE: {self.device} has no room for {count} images at a time; from here on it gets {self.limit}"
-                )
-        if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-
-    def _outputs(self, pixels: torch.Tensor, passes: Sequence[Pass], precision: str) -> dict[Pass, np.ndarray]:
-        """Outputs of images (B, 1, H, W) by pass, all of them moved off the device at once."""
-        count, compiled = len(pixels), self.compiled and precision == self.precision
-        if compiled and count < self.limit:  # with another shape it would be compiled anew
-            pixels = torch.cat([pixels, pixels[-1:].expand(self.limit - count, -1, -1, -1)])
-        found = {}
-        with autocast(self.device, precision):
-            for flips in dict.fromkeys(each.flips for each in passes):
-                shown = pixels.flip(flips) if flips else pixels
-                for each in passes:
-                    if each.flips == flips:
-                        found[each] = self._forward(each.fold, shown, compiled)[:count].float()
-        whole = torch.stack([found[each] for each in passes]).cpu().numpy()
-        return dict(zip(passes, whole, strict=True))
-
-    def _forward(self, fold: int, shown: torch.Tensor, compiled: bool) -> torch.Tensor:
-        if not compiled:
-            return self.plain[fold](shown)
-        try:
-            with self.lock:
-                return self.nets[fold](shown).clone()  # a captured graph writes the next result into the same place
-        except Exception as error:
-            if failures.what_ran_out(error) == "GPU":
-                raise
-            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"NOTE: {self.device}: compiling failed, and the models run uncompiled ({cause})")
-            self.compiled = False
-        return self.plain[fold](shown)
-
-
-def _function_of(net: torch.nn.Module, by_breast: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What is asked of a model: features where it sees breasts, else cancer logits."""
-    return net.features if by_breast else lambda images: net(images)["cancer"]
 
 
 class _Crew:
     """Threads that score batches, each on its device."""
 
-    def __init__(self, places: Sequence[_OnDevice], passes: Callable[[], Sequence[Pass]]) -> None:
+    def __init__(self, places: Sequence[Replica], passes: Callable[[], Sequence[Pass]]) -> None:
         self.todo, self.done = queue.SimpleQueue(), queue.SimpleQueue()
         self.places, self.passes, self.threads = places, passes, []
         self.under_way, self.stop, self.torch_threads = 0, False, torch.get_num_threads()
@@ -350,7 +197,7 @@ class _Crew:
         self.under_way -= 1
         return found
 
-    def _work(self, place: _OnDevice) -> None:
+    def _work(self, place: Replica) -> None:
         try:
             if place.device == "cpu":
                 torch.set_num_threads(1)
