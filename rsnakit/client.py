@@ -34,9 +34,9 @@ KINDS = {
     "credentials": r"\b401 Client Error|Unauthorized|Unauthenticated|Authentication required to call|Invalid credentials",
     "too often": r"\b429 Client Error|Too Many Requests|rate limited",
     "server": r"\b5\d\d Server Error|problem on Kaggle's side",
-    "not there": r"\b404 Client Error|resource was not found",
+    "not there": r"\b404 Client Error|\b[Nn]ot [Ff]ound",
     "cut short": r"Upload unsuccessful",
-    "refused": r"\b403 Client Error|Forbidden|was denied|don't have access",
+    "refused": r"\b403 Client Error|Forbidden|\bdenied|don't have access",
 }
 SENTENCES = {
     "missing": "Kaggle's client is not installed in this Python: pip install -r requirements.txt",
@@ -217,12 +217,13 @@ def tail(text: str, lines: int = 8) -> str:
 
 
 def redact(text: str) -> str:
-    """The text without keys, tokens and passwords, and without what follows the ? of an address: such ones grant access."""
+    """The text without keys, tokens and passwords, and without what follows the ? of an address, which may grant access to
+    whoever has it; those of Kaggle's pages do not."""
     for secret in sorted(secrets(), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     text = re.sub(r"\b(Basic|Bearer) +[\w.~+/=-]+", rf"\1 {HIDDEN}", text)
     text = re.sub(r"://[^/@\s]+@", f"://{HIDDEN}@", text)
-    return re.sub(r"((?:https?://|url: )[^\s?'\"]*\?)[^\s'\"]+", rf"\1{HIDDEN}", text)
+    return re.sub(r"((?:https?://(?!(?:www\.)?kaggle\.com/)|url: /)[^\s?'\"]*\?)[^\s'\"]+", rf"\1{HIDDEN}", text)
 
 
 def secrets() -> set[str]:

@@ -181,7 +181,8 @@ def _bring_data_set(
     """Uploads the data set, or a new version of it, and waits until Kaggle has unpacked it."""
     reply = client.run(*steps["look"])
     there = reply.status == 0
-    if not there and reply.kind not in ("not there", "refused"):  # Kaggle answers 403 of what is not there, too
+    # Kaggle answers 403 of what is not there, too; what else it may say in words is said again by the upload.
+    if not there and reply.kind not in ("not there", "refused", ""):
         raise client.failure(reply, f"looking for the data set {data_set}")
     if not there and not upload:
         raise PublishError(f"the data set {data_set} is not on Kaggle: publish without leaving out its upload")
@@ -228,7 +229,7 @@ def _settled(
             raise PublishError(
                 f"data set {data_set}: Kaggle says it has {status}; look at {SITE}/datasets/{data_set} and publish again"
             )
-        return status, status == READY and version[0] > after
+        return status, status == READY and (version[0] > after or not after)  # where it had a number
 
     version = [0]
     client.wait(f"data set {data_set}", arguments, read, hours, poll_s, say)

@@ -254,6 +254,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Kaggle-ApiVersion", "99.0.0")  # so that the client warns that it is old, as it mostly will
         self.end_headers()
         self.wfile.write(data)
 

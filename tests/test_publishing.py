@@ -68,6 +68,10 @@ def dist(tmp_path) -> Path:
 @pytest.fixture
 def stand(tmp_path, monkeypatch):
     """A Kaggle on this machine that the client, run from here, talks to."""
+    try:
+        client.check()
+    except PublishError as error:
+        pytest.skip(str(error))
     with Stand(tmp_path / "stand") as server:
         use(server, monkeypatch)
         monkeypatch.setattr(client, "PATIENCE", 1)
@@ -306,14 +310,77 @@ def test_nothing_secret_is_shown(tmp_path, monkeypatch):
     )
     text = client.redact(
         "anna: key-of-the-environment, token-of-a-file, key-of-a-file, r3fresh; Authorization: Basic YW5uOmtleQ== "
-        "Bearer abc.def-1; ProxyError http://anna:pass@proxy:80 with url: /upload/1?upload_id=5x&a=b (Caused"
+        "Bearer abc.def-1; ProxyError http://anna:pass@proxy:80 with url: /upload/1?upload_id=5x&a=b (Caused by "
+        "https://storage.googleapis.com/a/b?X-Goog-Signature=5f) https://www.kaggle.com/code/ann/x?scriptVersionId=1"
     )
     assert text == (
         "anna: [hidden], [hidden], [hidden], [hidden]; Authorization: Basic [hidden] Bearer [hidden]; ProxyError "
-        "http://[hidden]@proxy:80 with url: /upload/1?[hidden] (Caused"
+        "http://[hidden]@proxy:80 with url: /upload/1?[hidden] (Caused by "
+        "https://storage.googleapis.com/a/b?[hidden] https://www.kaggle.com/code/ann/x?scriptVersionId=1"
     )
     monkeypatch.setenv("KAGGLE_API_TOKEN", "x" * 9000)  # no path can be so long
     assert client.redact("x" * 9000) == "[hidden]"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("Kernel push error: see previous output", "Kaggle refuses it: see previous output"),
+        ("Kernel version successfully pushed.  Please check progress at None", "Version None runs without it"),
+        (
+            "Kernel version 3 successfully pushed.  Please check progress at https://k",
+            "Version 3 runs without it; stop it at https://k",
+        ),
+        ("", "The client said:"),
+    ],
+)
+def test_a_title_that_makes_another_id_at_kaggle(dist, monkeypatch, said, expected):  # K01
+    warning = (
+        "Your kernel title does not resolve to the specified id. This may result in surprising behavior. We suggest making "
+        "your title something that resolves to the specified id."
+    )
+    monkeypatch.setattr(client, "run", lambda *_, **__: client.Reply(0, f"{warning}\n{said}\n"))
+    with pytest.raises(PublishError, match=re.escape(expected)):
+        publishing._push(("kernels", "push"), print)
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("Maximum weekly GPU quota of 30.00 hours reached.", "`kaggle quota` says what is left"),
+        ("Maximum batch GPU session count of 2 reached.", "Stop a notebook that is running"),
+        ("Kernel not found", "may be somebody else's"),  # K02
+    ],
+)
+def test_why_a_notebook_is_refused_and_what_to_do(monkeypatch, reason, expected):
+    monkeypatch.setattr(client, "run", lambda *_, **__: client.Reply(0, f"Kernel push error: {reason}\n"))
+    with pytest.raises(PublishError) as caught:
+        publishing._push(("kernels", "push"), print)
+    assert reason.rstrip(".") in str(caught.value) and expected in str(caught.value)
+
+
+def test_an_upload_that_goes_on_without_a_file(dist, monkeypatch):  # K06
+    """As clients before 2.2.5 do, with an exit status of 0."""
+    said = [
+        f"Upload successful: {name} (1KB)" for name in ("requirements.txt", "rsnakit.zip", "wheels.zip", "bundle.json")
+    ]
+    said += [
+        "Upload unsuccessful: runs.zip",
+        "Your private Dataset is being created. Please check progress at https://k",
+    ]
+    monkeypatch.setattr(client, "run", lambda *_, **__: client.Reply(0, "\n".join(said)))
+    with pytest.raises(PublishError, match=r"the data set: runs\.zip did not arrive"):
+        publishing._upload((), dist / "dataset", print)
+    said[-2] = "Upload successful: runs.zip (1KB)"
+    publishing._upload((), dist / "dataset", print)
+
+
+def test_a_new_data_set_is_ready_whether_or_not_kaggle_gives_its_number(monkeypatch):
+    reply = client.Reply(0, 'Warning: old\n{"status": "ready", "current_version_number": null}')
+    monkeypatch.setattr(client, "run", lambda *_: reply)
+    assert publishing._settled((), DATA_SET, 0, 1.0, 0.01, print) == 0
+    with pytest.raises(PublishError, match="is ready after 0 h"):  # still the version before
+        publishing._settled((), DATA_SET, 1, 0.0, 0.01, print)
 
 
 def test_a_client_that_hangs_is_ended(stand):
@@ -325,7 +392,8 @@ def test_requests_are_not_printed_where_a_person_asked_other_tools_to_be_verbose
     monkeypatch.setenv("VERBOSE", "1")
     stand.kaggle.data_sets[DATA_SET] = [{}]
     reply = client.run("datasets", "status", DATA_SET)
-    assert (reply.status, reply.text.strip()) == (0, "ready")
+    warning, answer = reply.text.splitlines()
+    assert (reply.status, answer) == (0, "ready") and "outdated" in warning
 
 
 @pytest.mark.slow
@@ -385,18 +453,9 @@ class TestRounds:
         text = refusal(dist, upload=False, compare=False)
         assert expected in text and "Version 1 runs without it" in text
 
-    @pytest.mark.parametrize(
-        ("reason", "expected"),
-        [
-            ("Maximum weekly GPU quota of 30.00 hours reached.", "`kaggle quota` says what is left"),
-            ("Maximum batch GPU session count of 2 reached.", "Stop a notebook that is running"),
-            ("Kernel not found", "may be somebody else's"),  # K02
-        ],
-    )
-    def test_a_notebook_that_is_refused(self, dist, there, reason, expected):
-        there.refusal = reason
-        text = refusal(dist, upload=False, compare=False)
-        assert reason.rstrip(".") in text and expected in text
+    def test_a_notebook_that_is_refused(self, dist, there):
+        there.refusal = "Maximum weekly GPU quota of 30.00 hours reached."
+        assert "GPU quota of 30.00 hours reached. Kaggle gives" in refusal(dist, upload=False, compare=False)
 
     def test_a_title_that_is_taken(self, dist, stand):
         stand.kaggle.refusal = 'The requested title "rsnakit fold run 1" is already in use by a dataset.'
