@@ -1,22 +1,23 @@
-"""rsnakit.batches: every file comes once, in order, and one that kills its process is named."""
+"""rsnakit.batches and rsnakit.reading: every file comes once, and one that kills its process, or hangs it, is named."""
 
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
+import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rsnakit import reading
+from rsnakit.batches import in_batches
 from rsnakit.dicom import DicomError
 
 SHAPE = (2, 3)
-
-
-def for_each_batch(*arguments) -> None:
-    """Imported only here: processes that are begun anew for a file import this module, and need no torch."""
-    from rsnakit import batches
-
-    batches.for_each_batch(*arguments)
 
 
 def number(path: str) -> np.ndarray:
@@ -32,22 +33,31 @@ def number_or_die(path: str) -> np.ndarray:
     return number(path)
 
 
+def number_or_hang(path: str) -> np.ndarray:
+    while path.endswith(("14", "31")):
+        time.sleep(1)
+    return number(path)
+
+
+def paths_of(count: int) -> list[Path]:
+    return [Path("folder") / str(i) for i in range(count)]
+
+
 def collect(read, count: int, batch_size: int, n_jobs: int) -> dict[int, tuple]:
     found = {}
-
-    def use(batch: dict) -> None:
-        assert batch["image"].shape == (len(batch["item"]), 1, *SHAPE)
-        for item, image, status, reason in zip(
-            batch["item"], batch["image"], batch["status"], batch["reason"], strict=True
+    for batch in in_batches(paths_of(count), read, SHAPE, batch_size, n_jobs):
+        assert batch["image"].shape == (len(batch["item"]), 1, *SHAPE) and batch["image"].dtype == np.uint16
+        assert len(batch["item"]) <= batch_size
+        for item, image, status, reason, seconds in zip(
+            *(batch[name] for name in ("item", "image", "status", "reason", "seconds")), strict=True
         ):
-            assert item not in found
-            found[int(item)] = (round(float(image.max()) * 4095), status, reason)
-
-    for_each_batch([Path("folder") / str(i) for i in range(count)], read, SHAPE, use, batch_size, n_jobs)
+            assert item not in found and seconds >= 0
+            assert image.min() == image.max()
+            found[int(item)] = (int(image.max()), status, reason)
     return found
 
 
-@pytest.mark.parametrize(("count", "batch_size", "n_jobs"), [(23, 4, 0), (23, 4, 2), (5, 8, 2), (0, 4, 0)])
+@pytest.mark.parametrize(("count", "batch_size", "n_jobs"), [(23, 4, 0), (23, 4, 2), (5, 8, 2), (1, 4, 3), (0, 4, 2)])
 def test_every_file_comes_once(count, batch_size, n_jobs):
     found = collect(number, count, batch_size, n_jobs)
     assert sorted(found) == list(range(count))
@@ -56,16 +66,194 @@ def test_every_file_comes_once(count, batch_size, n_jobs):
         assert (value, status, reason) == expected
 
 
+def test_batches_are_the_same_whichever_process_is_faster():
+    def slow_at_first(path: str) -> np.ndarray:
+        time.sleep(0.3 if path.endswith("/0") else 0)
+        return number(path)
+
+    batches = [batch["item"].tolist() for batch in in_batches(paths_of(12), slow_at_first, SHAPE, 4, 2)]
+    assert sorted(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert batches[-1] == [0, 1, 2, 3]  # it holds up no other
+
+
 def test_a_file_that_kills_its_process_costs_itself_alone():  # D17
     found = collect(number_or_die, 60, 4, 2)
     assert sorted(found) == list(range(60))
-    assert found[13][1] == "failed" and "killed" in found[13][2]
+    assert found[13][1:] == ("failed", "ProcessDied: the process that read it was killed (SIGKILL), twice")
     assert all(found[item] == (item, "ok", "") for item in found if item % 10 != 7 and item != 13)
 
 
-def test_what_the_caller_raises_comes_through():
-    def use(batch: dict) -> None:
-        raise RuntimeError("no memory on the GPU")
+def test_a_file_that_hangs_costs_itself_alone(monkeypatch):  # D17
+    monkeypatch.setattr(reading, "HUNG_S", 0.5)
+    found = collect(number_or_hang, 60, 4, 2)
+    assert sorted(found) == list(range(60))
+    for item in (14, 31):
+        assert found[item][1:] == ("failed", "ProcessDied: the process that read it was not done after 0.5 s, twice")
+    assert all(found[item] == (item, "ok", "") for item in found if item % 10 != 7 and item not in (14, 31))
 
-    with pytest.raises(RuntimeError, match="no memory"):
-        for_each_batch(["1", "2"], number, SHAPE, use, 1, 0)
+
+def test_a_consumer_that_is_away_makes_no_file_hang(monkeypatch):
+    """What is done waits in the pipe, and is no file that hangs."""
+    monkeypatch.setattr(reading, "HUNG_S", 0.2)
+    seen = []
+    for batch in in_batches(paths_of(6), number, SHAPE, 2, 2):
+        time.sleep(0.5)
+        seen += batch["item"].tolist()
+    assert sorted(seen) == list(range(6))
+
+
+def test_where_all_files_hang_it_ends_when_told_to(monkeypatch):
+    monkeypatch.setattr(reading, "TICK_S", 0.1)
+    asked = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) > 5
+
+    def hang(path: str) -> np.ndarray:
+        time.sleep(1000)
+
+    assert list(in_batches(paths_of(1000), hang, SHAPE, 4, 2, stop)) == []
+    assert len(asked) == 6 and not active_children()
+
+
+@pytest.mark.parametrize("n_jobs", [0, 2])
+def test_nothing_is_read_far_ahead_of_a_slow_consumer(tmp_path, n_jobs):
+    """So that memory stays flat over a competition, whatever is slower."""
+
+    def counted(path: str) -> np.ndarray:
+        with open(tmp_path / "read", "ab", buffering=0) as file:
+            file.write(b"x")
+        return number(path)
+
+    batch_size, ahead, given = 4, [], 0
+    for batch in in_batches(paths_of(400), counted, SHAPE, batch_size, n_jobs):
+        time.sleep(0.002 if given % 80 else 0.2)
+        given += len(batch["item"])
+        ahead.append((tmp_path / "read").stat().st_size - given)
+    assert given == 400
+    # What processes hold, and what has come of the batches that these files belong to.
+    assert min(ahead) >= 0 and max(ahead) <= n_jobs * reading.IN_HAND * batch_size
+
+
+def test_memory_stays_flat(tmp_path):
+    """64 MB a batch, 1 GB in all: of a few batches at a time."""
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import numpy as np
+from rsnakit.batches import in_batches
+read = lambda path: np.full((2048, 2048), 7, np.uint16)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+for number, batch in enumerate(in_batches(["x"] * 120, read, (2048, 2048), 8, 2)):
+    before = peak() if number == 4 else None or before if number > 4 else 0
+print(number + 1, peak() - before)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    batches, growth = map(int, result.stdout.split())
+    assert batches == 15 and growth < 150
+
+
+@pytest.mark.parametrize("way", ["broken off", "raised"])
+def test_processes_are_gone_afterwards(way):
+    batches = in_batches(paths_of(400), number, SHAPE, 4, 2)
+    next(batches)
+    assert len(active_children()) == 2
+    if way == "raised":
+        with pytest.raises(KeyboardInterrupt):
+            batches.throw(KeyboardInterrupt())
+    else:
+        batches.close()
+    assert not active_children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_processes_end_with_a_parent_that_is_killed():
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import numpy as np
+from multiprocessing import active_children
+from rsnakit.batches import in_batches
+batches = in_batches(["x"] * 100, lambda path: np.zeros((9, 9), np.uint16), (9, 9), 4, 3)
+next(batches)
+print(*(child.pid for child in active_children()), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        children = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(children) == 3
+    until = time.monotonic() + 10
+    while any(alive(pid) for pid in children) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in children)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in re.search(r"\) (\w)", Path(f"/proc/{pid}/stat").read_text())[1]
+    except OSError:
+        return False
+
+
+def test_signals_to_the_whole_group_reach_no_process_that_reads():
+    """Ctrl-C in a terminal, or a SIGTERM that torchrun hands on: the parent answers, and may want a few batches more."""
+    batches = in_batches(paths_of(400), number, SHAPE, 4, 2)
+    given = 0
+    for batch in batches:
+        given += len(batch["item"])
+        if 1 in batch["item"]:  # the second process has begun, too
+            break
+    for child in active_children():
+        assert os.getpgid(child.pid) != os.getpgid(0)
+        os.kill(child.pid, signal.SIGINT)
+    assert sum(len(batch["item"]) for batch in batches) == 400 - given
+
+
+@pytest.mark.parametrize(("allowed", "said"), [(1, "read by 1 process;"), (0, "read by this process;")])
+def test_fewer_processes_where_no_more_are_to_be_had(monkeypatch, capsys, allowed, said):
+    begun, start = [], reading._Reader.__init__
+
+    def refuse(self, files) -> None:
+        if len(begun) >= allowed:
+            raise OSError(11, "Resource temporarily unavailable")
+        begun.append(self)
+        start(self, files)
+
+    monkeypatch.setattr(reading._Reader, "__init__", refuse)
+    found = collect(number, 23, 4, 3)
+    assert sorted(found) == list(range(23)) and found[22] == (22, "ok", "")
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_no_shared_memory_is_needed():  # A03
+    """A /dev/shm of 64 kB, where the system lets us have one of our own, and images of 4 MB."""
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode
+    ):
+        pytest.skip("no right to mount a small /dev/shm")
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import numpy as np
+from rsnakit.batches import in_batches
+read = lambda path: np.full((2048, 1024), int(path), np.uint16)
+paths = [str(i) for i in range(24)]
+print(sum(int(batch["image"][:, 0, -1, -1].sum()) for batch in in_batches(paths, read, (2048, 1024), 8, 4)))
+"""
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == str(sum(range(24))), result.stderr
+
+
+def test_an_image_of_another_shape_or_type_is_a_failure_of_its_own():
+    def odd(path: str) -> np.ndarray:
+        return {"1": np.zeros((3, 2), np.uint16), "2": np.zeros(SHAPE, np.float32)}.get(Path(path).name, number("5"))
+
+    found = collect(odd, 4, 4, 2)
+    assert [found[item][1] for item in range(4)] == ["ok", "failed", "failed", "ok"]
+    assert "(3, 2) uint16, expected (2, 3) uint16" in found[1][2] and "float32" in found[2][2]
