@@ -39,6 +39,7 @@ BUNDLE = (
     "`python -m rsnakit.kaggle bundle RUN --owner NAME`, run where there is internet, puts the wheels for Kaggle's Python "
     "into the data set. Or turn this notebook's internet on, which a submission does not allow."
 )
+CONFLICT = "The conflict is caused by:"  # says pip before the requirements that cannot all be met
 
 
 class PackageError(RuntimeError):
@@ -144,7 +145,7 @@ def bring(place: str, repository: Path) -> None:
     except PackageError as error:
         text = f"{error}\n{BUNDLE if place == 'kaggle' else ONLINE}"
         if place != "kaggle" or any(one.name in SCORING for one in missing(requirements)):
-            raise PackageError(text) from error
+            raise PackageError(text) from None
         print(f"NOTE: scoring needs none of these, other notebooks do: {text}")
         return
     if imported:
@@ -171,11 +172,15 @@ def _for_place(there: Sequence[Missing], bundled: bool) -> list[Missing]:
 
 def _pip(arguments: Sequence[str]) -> str:
     """Runs `pip install` of this Python. Why it failed, or "" if it did not."""
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True)
     if done.returncode == 0:
         return ""
-    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    if CONFLICT in lines:  # two lines, or more, up to pip's advice
+        lines = lines[lines.index(CONFLICT) + 1 :]
+        causes = lines[: next((i for i, line in enumerate(lines) if line.startswith("To fix this")), 2)]
+        return ", but ".join(causes).replace("The user requested (constraint)", "what stays is")
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return " ".join(errors or lines[-1:]) or f"pip ended with status {done.returncode}"
 

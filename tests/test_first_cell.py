@@ -4,11 +4,14 @@ The fast tests run it as a script, with a package of two lines that says which f
 with the kit itself in fresh environments, each of which is made to look like one of the places.
 """
 
+import importlib.metadata
 import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -202,3 +205,167 @@ def test_a_clone_that_breaks_off_leaves_nothing(tmp_path):
 def test_keep_work_is_handed_on(tmp_path):
     cell = CELL.replace("keep_work = False", "keep_work = True")
     assert found(run(package(tmp_path / "here"), tmp_path, cell)) == f"{tmp_path / 'here'} True"
+
+
+# The places, each in an environment that lacks a package
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """An environment as a place has it: all that this one has, torch above all, without torchinfo.
+
+    The packages are links to this environment's, so that it takes no gigabytes; pip is its own.
+    """
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    (folder / "links").mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(("torchinfo", "pip", "__pycache__")) and entry.suffix != ".pth":
+            (folder / "links" / entry.name).symlink_to(entry)
+    site = next((folder / "venv").glob("lib/python*/site-packages"))
+    (site / "links.pth").write_text(str(folder / "links"))
+    return folder / "venv"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """torchinfo's, put together from what is installed here."""
+    one = importlib.metadata.distribution("torchinfo")
+    path = tmp_path_factory.mktemp("wheels") / f"torchinfo-{one.version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in one.files:
+            if file.suffix != ".pyc" and ".." not in file.parts:
+                archive.write(file.locate(), str(file))
+    return path
+
+
+def made_wheel(folder: Path, name: str, version: str, *needs: str) -> Path:
+    """A wheel of nothing, which needs others."""
+    info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        lines = (
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {n}" for n in needs),
+        )
+        archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def index_of(folder: Path, *wheels: Path) -> str:
+    """The address of a package index with some wheels, as pip reads it, on this disk."""
+    for path in wheels:
+        page = folder / "simple" / path.name.split("-")[0] / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(f'<a href="{path.as_uri()}">{path.name}</a>')
+    return (folder / "simple").as_uri()
+
+
+def copy_of_the_kit(folder: Path) -> Path:
+    shutil.copytree(REPOSITORY / "rsnakit", folder / "rsnakit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "requirements.txt", folder)
+    return folder
+
+
+def run_in(venv: Path, folder: Path, code: str, **environ: str) -> subprocess.CompletedProcess:
+    """Code run by an environment's Python in a folder, with no settings of pip but those given."""
+    foreign = ("RSNAKIT", "PYTHON", "GIT", "PIP", "KAGGLE", "COLAB", "PAPERSPACE")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return subprocess.run(
+        [str(venv / "bin" / "python"), "-c", code], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        env={**clean, "PIP_CONFIG_FILE": os.devnull, "CUDA_VISIBLE_DEVICES": "", **environ},
+    )  # fmt: skip
+
+
+# What a later cell would find, behind the first cell, run twice.
+LATER = """
+print("SECOND")
+params.start(keep_work)
+import importlib.metadata, json, torch, torchinfo
+from rsnakit import env
+versions = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
+print(json.dumps({"versions": versions, "package": params.__file__, "torchinfo": torchinfo.__file__, "where": env.where().name,
+                  "torch": torch.__version__, "work": os.environ.get("RSNAKIT_WORK", "")}))
+"""
+PLACES = {
+    "kaggle flat": ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, "kaggle/working"),
+    "kaggle nested": ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "COLAB_RELEASE_TAG": "r"}, "kaggle/working"),
+    "colab": ({"COLAB_RELEASE_TAG": "release-colab"}, "content"),
+    "paperspace": ({"PAPERSPACE_NOTEBOOK_REPO_ID": "r1"}, "notebooks"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place_gets_what_it_lacks_and_keeps_its_torch(bare, wheel, tmp_path, place):  # D16
+    venv = tmp_path / "venv"
+    shutil.copytree(bare, venv, symlinks=True)
+    marks, folder = PLACES[place]
+    here = tmp_path / "root" / folder
+    here.mkdir(parents=True)
+    given = {**marks, "RSNAKIT_ROOT": str(tmp_path / "root"), "PIP_INDEX_URL": index_of(tmp_path, wheel)}
+    home, work, cell = here / "rsnakit-code", "", CELL.replace("keep_work = False", "keep_work = True")
+    if place.startswith("kaggle"):
+        inside = "kaggle/input/run-a" if place == "kaggle flat" else "kaggle/input/datasets/me/run-a"
+        home = copy_of_the_kit(tmp_path / "root" / inside)
+        (home / "bundle.json").write_text("{}")
+        (home / "wheels").mkdir()
+        shutil.copy(wheel, home / "wheels")
+        given["PIP_INDEX_URL"] = "http://127.0.0.1:9"  # no internet
+    elif place == "colab":
+        kit = copy_of_the_kit(tmp_path / "rsnakit")
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+            subprocess.run([*git, *command], cwd=kit, check=True)
+        given["RSNAKIT_REPO"] = kit.as_uri()
+        colab = next(venv.glob("lib/python*/site-packages")) / "google" / "colab"
+        colab.mkdir(parents=True)
+        (colab / "drive.py").write_text(
+            "import os\ndef mount(folder): os.makedirs(f'{folder}/MyDrive', exist_ok=True)\n"
+        )
+        work = str(tmp_path / "root/content/drive/MyDrive/rsnakit")
+    else:
+        copy_of_the_kit(tmp_path / "packed" / "rsnakit-main")
+        shutil.make_archive(str(here / "rsnakit-main"), "zip", tmp_path / "packed")
+        (tmp_path / "root" / "storage").mkdir()
+        work = str(tmp_path / "root/storage/rsnakit")
+
+    done = run_in(venv, here, cell + LATER, **given)
+    assert done.returncode == 0, done.stderr
+    first, _, second = done.stdout.partition("SECOND\n")
+    assert first.count("installing torchinfo>=") == 1 and "(not installed)" in first and "installing" not in second
+    found = json.loads(second.splitlines()[-1])
+    assert found["where"] == place.split()[0] and found["work"] == work
+    assert Path(found["package"]).parents[1] == home and Path(found["torchinfo"]).is_relative_to(venv)
+    before = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
+    different = {name for name, version in found["versions"].items() if before.get(name, version) != version}
+    assert different <= {"pip", "setuptools"} and found["torch"] == torch_version()
+    assert not list(next(venv.glob("lib/python*/site-packages")).glob("torch-*"))
+
+
+def torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+@pytest.mark.slow
+def test_what_would_change_torch_is_refused_by_name(bare, wheel, tmp_path):
+    """By the real pip: the one that can be had is installed, and torch is as it was."""
+    venv = tmp_path / "venv"
+    shutil.copytree(bare, venv, symlinks=True)
+    newer = made_wheel(tmp_path, "newfangled", "1.0", "torch>=99"), made_wheel(tmp_path, "torch", "99.0")
+    kit = copy_of_the_kit(tmp_path / "kit")
+    (kit / "requirements.txt").write_text("torch>=2.6\ntorchinfo>=1.8\nnewfangled>=1.0\n")
+    index = index_of(tmp_path, wheel, *newer)
+    code = "from pathlib import Path\nfrom rsnakit import packages\npackages.bring('colab', Path())"
+    done = run_in(venv, kit, code, PIP_INDEX_URL=index)
+    said, torch = done.stderr.strip().splitlines(), importlib.metadata.version("torch")
+    assert done.returncode and f"not to be had beside torch {torch}, " in said[-3]
+    cause = f"newfangled 1.0 depends on torch>=99, but what stays is torch=={torch}"
+    assert said[-2] == f"  newfangled>=1.0 (not installed): {cause}" and "internet" in said[-1]
+    site = next(venv.glob("lib/python*/site-packages"))
+    assert list(site.glob("torchinfo-*")) and not [*site.glob("torch-*"), *site.glob("newfangled*")]
