@@ -1,8 +1,14 @@
 """From a run and a competition to a submission that has every row, whatever the images are."""
 
 import dataclasses
+import itertools
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +16,12 @@ import pandas as pd
 import pytest
 import torch
 
-from rsnakit import calling, data, engine, infer, models, preprocess, runs, scored
+from rsnakit import budget, calling, data, engine, infer, ledger, metrics, models, preprocess, runs, scored
+from rsnakit.budget import Clock
 from rsnakit.engine import TrainConfig
+from rsnakit.ensemble import Pass, levels
 from rsnakit.env import RunConfig
+from rsnakit.files import Lock, LockedError
 from rsnakit.infer import InferConfig, SubmissionError
 from rsnakit.models import ModelConfig
 from rsnakit.preprocess import PreprocessConfig
@@ -359,16 +368,18 @@ def breast_run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("work"), config=BREASTS)
 
 
-def by_hand(run: Path, table: pd.DataFrame, folds=(0, 1)) -> float:
+BOTH = Pass(0), Pass(1)
+
+
+def by_hand(run: Path, table: pd.DataFrame, passes=BOTH) -> float:
     """The score of one breast's images: each fold's model sees them all at once, padded with nothing."""
     images = np.stack([preprocess.load_image(path, SMALL) for path in table["path"]]).astype(np.float32) / 4095
-    kinds = torch.tensor([[0 if "CC" in view else 1 for view in table["view"]]])
-    scores = []
-    for fold in folds:
+    kinds, scores = torch.tensor([[0 if "CC" in view else 1 for view in table["view"]]]), []
+    for fold, flips in passes:
         model = models.load_weights(models.build_model(BREASTS), run / f"fold{fold}" / "best.safetensors").eval()
+        shown = torch.flip(torch.from_numpy(images)[None, :, None], [dim + 1 for dim in flips])  # (1, V, 1, H, W)
         with torch.no_grad():
-            logit = model(torch.from_numpy(images)[None, :, None], view_id=kinds)["cancer"]
-        scores.append(logit.sigmoid().item())
+            scores.append(model(shown, view_id=kinds)["cancer"].sigmoid().item())
     return float(np.mean(scores))
 
 
@@ -462,3 +473,395 @@ def test_lists_of_a_run_and_tuples_of_a_notebook_are_the_same(tmp_path):
     infer.refuse_other_settings(run, {**given, "drop_weights": (), "aux_weight": 0.3})
     with pytest.raises(runs.RunError, match=r"stem_stride=\[1\] \(trained with \[2\]\)"):
         infer.refuse_other_settings(run, {**given, "stem_stride": (1,)})
+
+
+# --- flips
+
+
+def test_flips_are_shown_to_all_folds_and_their_probabilities_averaged(competition, run):
+    table = data.load_table(competition, "test")
+    report = infer.predict(competition, run, InferConfig(tta="all", infer_batch_size=5), RUN)
+    nets = [
+        models.load_weights(models.build_model(MODEL), run / f"fold{fold}" / "best.safetensors").eval()
+        for fold in (0, 1)
+    ]
+    assert (report["status"] == "ok").all() and (report["reason"] == "").all()
+    for row in (0, 6, len(table) - 1):
+        image = torch.from_numpy(preprocess.load_image(table["path"][row], SMALL).astype(np.float32) / 4095)[None, None]
+        shown = [image, torch.flip(image, [3]), torch.flip(image, [2]), torch.flip(image, [2, 3])]
+        with torch.no_grad():
+            each = [net(view)["cancer"].sigmoid().item() for net in nets for view in shown]
+        assert report["score"][row] == pytest.approx(np.mean(each), abs=1e-5)
+        assert np.ptp(each) > 1e-3  # flips do change something
+
+
+def test_a_breast_is_classified_for_each_fold_and_flip(competition, breast_run):
+    table = data.load_table(competition, "test")
+    report = infer.predict(competition, breast_run, InferConfig(tta="hflip"), RUN)
+    passes = [Pass(fold, flips) for fold in (0, 1) for flips in ((), (3,))]
+    for _, rows in table.groupby("breast_id"):
+        np.testing.assert_allclose(report.loc[rows.index, "score"], by_hand(breast_run, rows, passes), atol=1e-5)
+
+
+# --- what a score is of
+
+
+def test_a_breasts_score_is_counted_once_by_whoever_writes_the_submission(competition, breast_run, run, tmp_path):
+    """noisy_or over the images of a breast would make more of its one score with each of them."""
+    for folder, of in ((breast_run, "breast"), (run, "image")):
+        report = infer.predict(competition, folder, InferConfig(), RUN)
+        assert (report["score_of"] == of).all()
+        report.to_csv(tmp_path / "report.csv", index=False)
+        back = pd.read_csv(tmp_path / "report.csv", dtype={"patient_id": str, "image_id": str, "prediction_id": str})
+        for how in metrics.HOWS:
+            breasts = calling.to_breasts(report, folder, how)
+            by_hand = [infer.write_submission(each, tmp_path / "s.csv", None, how) for each in (report, back)]
+            assert by_hand[0]["cancer"].tolist() == by_hand[1]["cancer"].tolist() == breasts["score"].tolist()
+            if of == "breast":
+                assert (
+                    breasts["score"].tolist() == report.groupby("prediction_id", sort=False)["score"].first().tolist()
+                )
+
+
+def test_scores_of_two_kinds_or_of_a_breast_twice_are_refused(tmp_path):
+    report = pd.DataFrame({"prediction_id": "5_L", "patient_id": "5", "laterality": "L", "image_id": ["a", "b"]})
+    report = report.assign(score=[0.25, 0.5], score_of="breast")
+    with pytest.raises(ValueError, match="breast 5_L has several scores"):
+        infer.write_submission(report, tmp_path / "s.csv", None)
+    with pytest.raises(ValueError, match="score_of is 'image', 'breast'; expected one of image, breast in all rows"):
+        infer.write_submission(report.assign(score_of=["image", "breast"]), tmp_path / "s.csv", None)
+
+
+# --- going on after a kill
+
+
+@pytest.fixture
+def reads(tmp_path, monkeypatch):
+    """Names of the files that were read since it was last asked, in whatever process."""
+    log, read = tmp_path / "reads", infer.load_image
+
+    def load_image(path, config):
+        with open(log, "a") as file:
+            file.write(f"{Path(path).stem}\n")
+        return read(path, config)
+
+    def since() -> list[str]:
+        names = log.read_text().split() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return names
+
+    monkeypatch.setattr(infer, "load_image", load_image)
+    return since
+
+
+@pytest.mark.parametrize("kind", ["images", "breasts"])
+def test_what_was_scored_is_not_read_again(competition, run, breast_run, tmp_path, reads, capsys, monkeypatch, kind):
+    """Stopped by an error after some batches, then again; the report is that of an unbroken run."""
+    folder, config = run if kind == "images" else breast_run, InferConfig(tta="hflip", infer_batch_size=3)
+    whole = infer.predict(competition, folder, config, RUN)
+    assert sorted(reads()) == sorted(whole["image_id"])
+    told, count = Clock.told, itertools.count(1)
+
+    def fail(self, *arguments) -> None:
+        told(self, *arguments)
+        if next(count) == 3:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(Clock, "told", fail)
+    with pytest.raises(ZeroDivisionError):
+        infer.predict(competition, folder, config, RUN, tmp_path / "scores")
+    reads()
+    monkeypatch.setattr(Clock, "told", told)
+    capsys.readouterr()
+    report = infer.predict(competition, folder, config, RUN, tmp_path / "scores")
+    assert len(reads()) == len(whole) - 6  # two batches had been kept
+    assert f"6 of {len(whole)} images were scored before, {len(whole) - 6} are left" in capsys.readouterr().out
+    pd.testing.assert_frame_equal(report.drop(columns="seconds"), whole.drop(columns="seconds"), rtol=1e-6)
+    again = infer.predict(competition, folder, config, RUN, tmp_path / "scores")
+    assert reads() == []
+    pd.testing.assert_frame_equal(again.drop(columns="seconds"), report.drop(columns="seconds"), check_exact=True)
+
+
+def test_files_that_failed_or_were_changed_are_read_again(competition, run, tmp_path, reads):
+    root = hurt(competition, tmp_path)
+    first = infer.predict(root, run, InferConfig(), RUN, tmp_path / "scores")
+    reads()
+    table = data.load_table(root, "test")
+    shutil.copy(competition / "test_images" / table["patient_id"][0] / table["path"][0].name, table["path"][0])
+    shutil.copy(table["path"][6], table["path"][7])
+    second = infer.predict(root, run, InferConfig(), RUN, tmp_path / "scores")
+    assert sorted(reads()) == sorted(table["image_id"][[0, 1, 2, 3, 7]])  # the blank one is as it was
+    assert second["status"].tolist()[:6] == ["ok", "failed", "failed", "failed", "ok", "blank"]
+    assert second["reason"][5] == first["reason"][5] != ""
+    assert second["score"][7] == pytest.approx(second["score"][6])
+
+
+def test_other_weights_or_flips_begin_anew(competition, tmp_path, reads, capsys):
+    run, scores = make_run(tmp_path), tmp_path / "scores"
+    infer.predict(competition, run, InferConfig(), RUN, scores)
+    n = len(reads())
+    infer.predict(competition, run, InferConfig(infer_batch_size=2, aggregate="max"), RUN, scores)
+    assert reads() == []
+    capsys.readouterr()
+    infer.predict(competition, run, InferConfig(tta="vflip"), RUN, scores)
+    assert len(reads()) == n and "since passes differ" in capsys.readouterr().out
+    weights = make_run(tmp_path / "other") / "fold1" / "best.safetensors"
+    model = models.load_weights(models.build_model(MODEL), weights)
+    torch.nn.init.constant_(model.head.bias, 0.5)
+    models.save_weights(model, run / "fold1" / "best.safetensors")
+    infer.predict(competition, run, InferConfig(tta="vflip"), RUN, scores)
+    assert len(reads()) == n and "since weights.fold1/best.safetensors differ" in capsys.readouterr().out
+
+
+def test_scores_that_another_process_writes_are_refused(competition, run, tmp_path):
+    with Lock(tmp_path / "scores", "inference"), pytest.raises(LockedError, match="inference: process"):
+        infer.predict(competition, run, InferConfig(), RUN, tmp_path / "scores")
+
+
+def test_a_full_disk_costs_no_score(competition, run, report, tmp_path, monkeypatch, capsys):  # C01, K08
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ledger, "_write", full)
+    found = infer.predict(competition, run, InferConfig(infer_batch_size=2), RUN, tmp_path / "scores")
+    np.testing.assert_allclose(found["score"], report["score"], atol=1e-6)
+    assert capsys.readouterr().out.count("No space left on device") == 1
+
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from rsnakit import infer, ledger
+from rsnakit.env import RunConfig
+from rsnakit.infer import InferConfig
+competition, run, folder, left = *map(Path, sys.argv[1:4]), int(sys.argv[4])
+write = ledger._write
+def dying(file, data):
+    global left
+    write(file, data[:left])
+    left -= len(data)
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+ledger._write = dying
+read = infer.load_image
+def load_image(path, config):
+    with open(folder.parent / "reads", "a") as file:
+        file.write(f"{Path(path).stem}\\n")
+    return read(path, config)
+infer.load_image = load_image
+infer.predict(competition, run, InferConfig(infer_batch_size=2), RunConfig(device="cpu", n_jobs=2), folder)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_byte_of_what_it_keeps(competition, breast_run, tmp_path, reads):  # C01, K08
+    """Each time it dies so many bytes further on, within a record or a line; no image that was kept is read twice."""
+    whole = infer.predict(competition, breast_run, InferConfig(infer_batch_size=2), RUN)
+    reads()
+    (tmp_path / "killed").mkdir()
+    scores, read = tmp_path / "killed" / "scores", tmp_path / "killed" / "reads"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    before = set()
+    for left in (1_000, 4_321, 5_102):
+        command = [sys.executable, "-c", DYING, str(competition), str(breast_run), str(scores), str(left)]
+        died = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+        assert died.returncode == -signal.SIGKILL, died.stderr
+        assert before.isdisjoint(read.read_text().split())
+        read.unlink()
+        lines = (scores / "scores.csv").read_text().split("\n")[1:-1]  # the last one is torn, or empty
+        before = {line.split(",")[1] for line in lines}
+    assert 2 <= len(before) < len(whole)
+    report = infer.predict(competition, breast_run, InferConfig(infer_batch_size=2), RUN, scores)
+    assert sorted(reads()) == sorted(set(whole["image_id"]) - before)
+    pd.testing.assert_frame_equal(report.drop(columns="seconds"), whole.drop(columns="seconds"), rtol=1e-6)
+
+
+# --- the clock, and being stopped
+
+
+class Slow(Clock):
+    """A clock of a machine on which every pass over an image takes a second of simulated time, on one device."""
+
+    def __init__(self, until, *arguments, **more):
+        self.second = 0.0
+        super().__init__(until, *arguments, n_processes=1, now=lambda: self.second)
+
+    def told(self, images, passes, model_s, decode_s):
+        self.second += images * passes
+        super().told(images, passes, images * passes, 0.0)
+
+
+def slow(monkeypatch, seconds: float) -> list[Slow]:
+    """Lets `predict` have so many simulated seconds, on one thread, batch by batch. Gives the clocks that it makes."""
+    made = []
+
+    def clock(until, steps, n_images, *_):
+        made.append(Slow(seconds, steps, n_images))
+        return made[-1]
+
+    monkeypatch.setattr(infer, "_clock", clock)
+    monkeypatch.setattr(infer.env, "cores", lambda: 1)
+    monkeypatch.setattr(budget, "deadline", lambda max_hours: (time.monotonic() + seconds, "0.1 h for inference"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def many(competition, tmp_path_factory) -> Path:
+    """A test set of 120 images in breasts of three: the same few files under other names."""
+    root = tmp_path_factory.mktemp("many")
+    table, rows = pd.read_csv(competition / "test.csv", dtype=str), []
+    for number in range(120):
+        row, patient = table.iloc[number % len(table)], str(100 + number // 6)
+        side = "LR"[number // 3 % 2]
+        folder = root / "test_images" / patient
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.dcm").symlink_to(
+            competition / "test_images" / row["patient_id"] / f"{row['image_id']}.dcm"
+        )
+        ids = {"patient_id": patient, "image_id": str(number), "laterality": side, "prediction_id": f"{patient}_{side}"}
+        rows.append({**row, **ids})
+    pd.DataFrame(rows).to_csv(root / "test.csv", index=False)
+    return root
+
+
+@pytest.mark.parametrize("kind", ["images", "breasts"])
+def test_passes_are_dropped_where_they_would_not_fit_and_the_report_says_so(
+    many, run, breast_run, tmp_path, monkeypatch, capsys, kind
+):
+    """Two folds on two flips are four seconds an image; 340 are left of the time, a little less than three each."""
+    folder, config = run if kind == "images" else breast_run, InferConfig(tta="hflip", infer_batch_size=4)
+    table, records = data.load_table(many, "test"), {}
+    put = scored.Scored.put
+    monkeypatch.setattr(
+        scored.Scored, "put", lambda self, record: (records.update({record.row: record}), put(self, record))
+    )
+    clocks = slow(monkeypatch, 380.0)
+    report = infer.predict(many, folder, config, RUN, tmp_path / "scores")
+    assert clocks[0].second < 380 and (report["status"] == "ok").all()
+    assert "NOTE: after " in (said := capsys.readouterr().out) and " passes over each instead of 4, since the" in said
+    passes, masks = levels([0, 1], "hflip")[0], [records[row].used for row in range(len(table))]
+    assert {4, 2} <= {mask.bit_count() for mask in masks}
+    for key, rows in table.groupby("breast_id" if kind == "breasts" else "image_id"):
+        mask = np.bitwise_and.reduce([masks[row] for row in rows.index])
+        used = [each for number, each in enumerate(passes) if mask >> number & 1]
+        what = "its breast was scored" if kind == "breasts" else "scored"
+        expected = "" if len(used) == 4 else f"{what} by {len(used)} of 4 passes, for want of time"
+        assert (report.loc[rows.index, "reason"] == expected).all(), key
+        if kind == "breasts" and (key.startswith("100") or len({masks[row] for row in rows.index}) > 1):
+            np.testing.assert_allclose(report.loc[rows.index, "score"], by_hand(breast_run, rows, used), atol=1e-5)
+    again = infer.predict(many, folder, config, RUN, tmp_path / "scores")  # mixed levels are gone on with as they are
+    pd.testing.assert_frame_equal(again.drop(columns="seconds"), report.drop(columns="seconds"), check_exact=True)
+    infer.write_submission(report, tmp_path / "s.csv", None)
+    infer.check_submission(tmp_path / "s.csv", many / "test.csv")
+
+
+@pytest.mark.parametrize("kind", ["images", "breasts"])
+def test_images_that_are_not_reached_get_the_prior_in_time(many, run, breast_run, tmp_path, monkeypatch, capsys, kind):
+    folder = run if kind == "images" else breast_run
+    clocks = slow(monkeypatch, 80.0)
+    report = infer.predict(many, folder, InferConfig(infer_batch_size=4), RUN)
+    skipped = report["status"] == "skipped"
+    assert clocks[0].second <= 80 and 40 <= skipped.sum() < 110 and (report["status"][~skipped] == "ok").all()
+    assert (report.loc[skipped, "reason"] == "no time was left of 0.1 h for inference").all()
+    assert f"NOTE: {skipped.sum()} of 120 images were not scored: no time was left" in capsys.readouterr().out
+    reached = report["prediction_id"].isin(report.loc[~skipped, "prediction_id"])
+    prior = skipped if kind == "images" else ~reached
+    assert (report.loc[prior, "score"] == PRIOR).all() and (report.loc[~prior, "score"] != PRIOR).all()
+    infer.write_submission(report, tmp_path / "s.csv", None)
+    infer.check_submission(tmp_path / "s.csv", many / "test.csv")
+
+
+def test_with_no_time_at_all_there_is_a_valid_submission(competition, run, tmp_path, reads):
+    report = infer.predict(competition, run, InferConfig(), dataclasses.replace(RUN, max_hours=1e-9))
+    assert reads() == [] and (report["score"] == PRIOR).all() and (report["status"] == "skipped").all()
+    infer.write_submission(report, tmp_path / "s.csv", None)
+    infer.check_submission(tmp_path / "s.csv", competition / "test.csv")
+
+
+def sends(monkeypatch, number: int, after: int = 2) -> None:
+    """Lets this process get a signal once so many batches are done."""
+    told, count = Clock.told, itertools.count(1)
+
+    def told_and_sent(self, *arguments) -> None:
+        told(self, *arguments)
+        if next(count) == after:
+            os.kill(os.getpid(), number)
+            time.sleep(0)
+
+    monkeypatch.setattr(Clock, "told", told_and_sent)
+
+
+def test_ctrl_c_ends_it_and_what_is_there_is_kept(competition, run, tmp_path, monkeypatch, reads, capsys):
+    """No report: the cells that follow would make a submission of priors."""
+    sends(monkeypatch, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        infer.predict(competition, run, InferConfig(infer_batch_size=2), RUN, tmp_path / "scores")
+    assert "were not scored: stopped by Ctrl-C; the others are kept" in capsys.readouterr().out
+    monkeypatch.undo()
+    lines = (tmp_path / "scores" / "scores.csv").read_text().count("\n") - 1
+    assert 4 <= lines < 16 and sorted(path.name for path in (tmp_path / "scores").iterdir()) == [
+        "key.json",
+        "scores.csv",
+    ]
+
+
+def test_sigterm_is_sent_again_once_all_is_kept(competition, run, tmp_path, monkeypatch):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append((tmp_path / "scores" / "lock.json").exists()))
+    try:
+        sends(monkeypatch, signal.SIGTERM)
+        report = infer.predict(competition, run, InferConfig(infer_batch_size=2), RUN, tmp_path / "scores")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [False]  # once, and the folder was given back by then
+    stopped = report["status"] == "skipped"
+    assert 0 < stopped.sum() < len(report) and (report.loc[stopped, "reason"] == "stopped by SIGTERM").all()
+
+
+# --- while Kaggle scores a submission
+
+
+def test_debug_is_refused_while_kaggle_scores(competition, run, monkeypatch):
+    monkeypatch.setenv("KAGGLE_IS_COMPETITION_RERUN", "1")
+    with pytest.raises(ValueError, match=r"debug=True .* would be worthless: set debug to False"):
+        infer.predict(competition, run, InferConfig(), dataclasses.replace(RUN, debug=True))
+
+
+@pytest.mark.parametrize("kind", ["images", "breasts"])
+def test_an_error_of_the_models_ends_no_submission_that_is_scored(
+    competition, run, breast_run, tmp_path, monkeypatch, capfd, kind
+):
+    folder, told, count = run if kind == "images" else breast_run, Clock.told, itertools.count(1)
+
+    def fail(self, *arguments) -> None:
+        told(self, *arguments)
+        if next(count) == 3:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(Clock, "told", fail)
+    with pytest.raises(RuntimeError, match="illegal memory"):  # anywhere else it has to be seen
+        infer.predict(competition, folder, InferConfig(infer_batch_size=2), RUN)
+    count = itertools.count(1)
+    monkeypatch.setenv("KAGGLE_IS_COMPETITION_RERUN", "1")
+    report = infer.predict(competition, folder, InferConfig(infer_batch_size=2), RUN)
+    assert (report["status"] == "ok").sum() == 4
+    lost = report.loc[report["status"] == "skipped"]
+    assert lost["reason"].unique() == [
+        "inference ended with an error: RuntimeError: CUDA error: an illegal memory access"
+    ]
+    captured = capfd.readouterr()
+    assert "Traceback" in captured.err and "NOTE: " in captured.out
+    infer.write_submission(report, tmp_path / "s.csv", None)
+    infer.check_submission(tmp_path / "s.csv", competition / "test.csv")
+
+
+def test_one_fold_that_gives_nan_leaves_the_score_to_the_others(tmp_path, competition, run, report):
+    bad = make_run(tmp_path, folds=2)
+    model = models.load_weights(models.build_model(MODEL), bad / "fold1" / "best.safetensors")
+    torch.nn.init.constant_(model.head.bias, float("nan"))
+    models.save_weights(model, bad / "fold1" / "best.safetensors")
+    found = infer.predict(competition, bad, InferConfig(), RUN)
+    assert (found["status"] == "ok").all()
+    assert (found["reason"] == "scored by 1 of 2 passes, the others gave nothing finite").all()
+    alone = infer.predict(competition, make_run(tmp_path / "one", folds=1), InferConfig(), RUN)
+    np.testing.assert_allclose(found["score"], alone["score"], atol=1e-6)
