@@ -224,10 +224,11 @@ def _put(rng: np.random.Generator, source: Path, target: Path, hurt: str, link: 
     elif hurt == "huge":
         _write(target, _draw_huge(rng))
     elif hurt != "missing":
-        _link_or_copy(source, target, link)
+        link_or_copy(source, target, link)
 
 
-def _link_or_copy(source: Path, target: Path, link: bool) -> None:
+def link_or_copy(source: Path, target: Path, link: bool) -> None:
+    """The file under another name, by a hard link where that is wanted and can be."""
     if link:
         try:
             os.link(source, target)

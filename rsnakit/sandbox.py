@@ -24,14 +24,16 @@ POLL_S = 0.5  # memory and disk are looked at so often
 END_S = 10.0  # what is told to end has so long to end what it started
 KEPT = ("PATH", "LANG", "LC_", "TZ", "LD_LIBRARY_PATH", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "SYSTEMROOT")
 FIRST = Path(__file__).with_name("confined.py")
-# Put first on Python's path where there is no namespace: connections and names of other machines are refused.
+NOWHERE = "http://127.0.0.1:9"  # a proxy that nobody answers at: for programs that are not Python
+# Put first on Python's path where there is no namespace: connections and names of other machines are refused, and that proxy.
 GUARD = """
 import errno, socket
 
 def _refuse(address):
     host = address[0] if isinstance(address, tuple) else None
-    if host is not None and not (host in ("localhost", "::1", "") or str(host).startswith("127.")):
-        raise OSError(errno.ENETUNREACH, f"no network here: the sandbox refuses {host}")
+    here = host in (None, "", "localhost", "::1") or str(host).startswith("127.")
+    if not here or address == ("127.0.0.1", 9):
+        raise OSError(errno.ENETUNREACH, f"no network here: the sandbox refuses {'a proxy' if here else host}")
 
 def _guard(name, place):
     original = getattr(socket.socket, name)
@@ -57,7 +59,6 @@ def _resolver(original):
 for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex"):
     setattr(socket, name, _resolver(getattr(socket, name)))
 """
-NOWHERE = "http://127.0.0.1:9"  # a proxy that nobody answers at: for programs that are not Python
 
 
 class SandboxError(RuntimeError):

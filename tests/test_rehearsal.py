@@ -1,0 +1,217 @@
+"""rsnakit.rehearsal: a sound bundle passes in both layouts, and each kind of broken one is caught before Kaggle sees it."""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+from test_infer import make_run
+
+from rsnakit import bundle, mounts, rehearsal
+from rsnakit.bundle import BundleError
+from rsnakit.rehearsal import Rehearsal, Stage
+from rsnakit.sandbox import Isolation, Outcome
+
+WEAK = Isolation("blocked", "chmod")
+
+
+def stage(
+    kind: str, images: int, seconds: float, decode_s: float = 0.0, cells_s: tuple = (0.0,), faults: tuple = ()
+) -> Stage:
+    outcome = Outcome(0, False, seconds, 3_000_000_000, 5_000_000, Path("log"))
+    return Stage(f"1_flat_{kind}", "flat", kind, images, images, outcome, faults, (), decode_s, cells_s, Path("book"))
+
+
+def test_the_hours_that_the_hidden_test_set_would_take():
+    """By hand: 20 s of start-up; 199 images in 199 s, of which two cores spent 100 s on decoding 200 images."""
+    one, many = stage("one", 1, 20.0), stage("many", 200, 219.0, decode_s=100.0)
+    found = rehearsal.project(one, many, cores=2)
+    assert (found.startup_s, found.image_s) == (20.0, 1.0)
+    assert found.models_share == pytest.approx(0.75)  # 100 s / 200 images / 2 cores are a quarter of a second
+    assert found.hours == pytest.approx((20 + 32_000 * 1.0 * 2 / 4) / 3600)
+    faster = rehearsal.project(one, many, cores=2, gpu_speedup=3.0)
+    assert faster.hours == pytest.approx((20 + 32_000 * (0.25 + 0.75 / 3) * 2 / 4) / 3600)
+    # The machine was busy while the notebook on one image was started: then the cell that grew has the time.
+    slow = stage("one", 1, 220.0, cells_s=(210.0, 2.0, 1.0))
+    found = rehearsal.project(slow, stage("many", 200, 219.0, cells_s=(9.0, 201.0, 1.5)), cores=4)
+    assert found.image_s == pytest.approx(1.0) and found.models_share == 1.0
+
+
+def test_a_fault_anywhere_spoils_the_whole():
+    assert Rehearsal((stage("one", 1, 20.0),), None, (), ()).ok
+    for found in (
+        Rehearsal((stage("visible", 4, 20.0), stage("one", 1, 20.0, faults=("a row is missing",))), None, (), ()),
+        Rehearsal((stage("one", 1, 20.0),), None, ("32,000 images would take 12.0 h",), ()),
+    ):
+        assert not found.ok
+        lines = found.sentences()
+        assert lines[0].startswith("FAULT") and lines[-1] == "1 fault: do not submit this bundle"
+    table = found.table()
+    assert table.index.tolist() == ["1_flat_one"]
+    assert table.iloc[0][["images", "seconds", "peak memory, GB", "peak disk, MB"]].tolist() == [1, 20.0, 3.0, 5.0]
+
+
+def test_nine_hours_that_would_not_hold_are_a_fault():
+    """2.5 s an image on as many cores as Kaggle has are 22 h; the same with a GPU that is ten times as fast are 2.2."""
+    done = [stage("one", 1, 20.0), stage("many", 200, 20.0 + 2.5 * 199 * 4 / rehearsal.env.cores())]
+    found = rehearsal._conclude(done, [], 12.0, 1.0)
+    assert not found.ok and "32,000 images would take 22.2 h, more than 9" in found.faults[0]
+    found = rehearsal._conclude(done, [], 12.0, 10.0)
+    assert found.ok and found.projection.hours == pytest.approx(2.23, abs=0.01) and len(found.notes) == 1
+    assert "hours on Kaggle: 2.2 = 20 s of start-up + 32,000 images x" in found.notes[0]
+    assert "megapixels" in rehearsal._conclude(done, [], 0.5, 10.0).notes[1]
+
+
+def test_metadata_by_which_kaggle_would_do_otherwise():
+    about = {"competition_sources": [mounts.SLUG], "enable_internet": False}
+    assert rehearsal._faults_of_metadata(about) == []
+    (fault,) = rehearsal._faults_of_metadata({**about, "enable_internet": True})
+    assert "enable_internet is on" in fault
+    (fault,) = rehearsal._faults_of_metadata({**about, "competition_sources": ["titanic"]})
+    assert f"{mounts.SLUG} is not among the competition_sources" in fault
+
+
+# ---- the real thing
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory) -> Path:
+    """A bundle of a small run, as `bundle` makes it; do not write to it."""
+    folder = tmp_path_factory.mktemp("bundle")
+    bundle.make(make_run(folder / "work"), "someone", folder / "dist")
+    return folder / "dist"
+
+
+def broken(dist: Path, out: Path, *cells: str, changes=lambda data_set: None) -> Path:
+    """The bundle with other files, which its list then names, and where cells are given with a notebook of these."""
+    shutil.copytree(dist, out)
+    changes(out / "dataset")
+    described = json.loads((out / "dataset/bundle.json").read_text())
+    there = {path: out / "dataset" / path for path in described["files"] if (out / "dataset" / path).exists()}
+    described["files"] = {
+        path: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        for path, file in there.items()
+    }
+    (out / "dataset/bundle.json").write_text(json.dumps(described))
+    if cells:
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        nbformat.write(book, out / "kernel/04_inference.ipynb")
+    return out
+
+
+def rehearse(dist: Path, competition: Path, **arguments) -> Rehearsal:
+    arguments = {"stages": [("flat", "one")], "say": lambda _: None, **arguments}
+    return rehearsal.rehearse(dist, competition, **arguments)
+
+
+@pytest.mark.slow
+def test_a_sound_bundle_in_both_layouts_on_all_sets(dist, competition, tmp_path):  # I02, K06, M01
+    before = {path: path.stat().st_mtime_ns for path in competition.rglob("*")}
+    said = []
+    found = rehearse(dist, competition, keep=tmp_path, images=40, stages=rehearsal.STAGES, say=said.append)
+    assert found.ok, found.sentences()
+    assert "no network" in said[0] and found.sentences()[-1] == "this bundle can go to Kaggle"
+    names = ["1_flat_visible", "2_nested_visible", "3_flat_one", "4_nested_many"]
+    assert found.table().index.tolist() == names
+    assert 0 < found.projection.hours < 9 and 0 < found.projection.image_s < found.projection.startup_s
+    for name, images in zip(names, (len(pd.read_csv(competition / "test.csv")),) * 2 + (1, 40), strict=True):
+        report = pd.read_csv(tmp_path / name / "report.csv", dtype={"image_id": str})
+        assert len(report) == images and (tmp_path / f"{name}.ipynb").exists()
+        scores = pd.read_csv(tmp_path / name / "submission.csv")["cancer"]
+        assert scores.between(0, 1).all() and len(scores) == report["prediction_id"].nunique()
+    # Of `many`, by hand: four files that cannot be read, one that is blank, and thirty-five images that have a score.
+    assert report["status"].value_counts().to_dict() == {"ok": 35, "failed": 4, "blank": 1}
+    assert {path: path.stat().st_mtime_ns for path in competition.rglob("*")} == before
+    assert all(300e6 < stage.outcome.peak_memory < 6e9 for stage in found.stages)
+
+
+WRITES_SAMPLE = """
+import os, shutil
+from pathlib import Path
+root = Path(os.environ["RSNAKIT_ROOT"])
+competition = next(p.parent for p in sorted((root / "kaggle/input").rglob("test.csv")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", [None, WEAK], ids=["strongest", "weak"])
+def test_a_notebook_that_asks_the_network_is_caught(dist, competition, tmp_path, isolation):  # M01
+    cell = "import urllib.request\nurllib.request.urlopen('http://192.0.2.1/weights', timeout=60)"
+    found = rehearse(broken(dist, tmp_path / "dist", "1", cell), competition, isolation=isolation)
+    (fault,) = found.stages[0].faults
+    assert fault.startswith("code cell 2 stopped with URLError") and not found.ok
+    assert "unreachable" in fault or "no network here" in fault
+    assert found.stages[0].notebook == tmp_path / "rehearsal/1_flat_one.ipynb" and found.stages[0].notebook.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "DeadKernelError"),
+        (WRITES_SAMPLE + "(competition / 'test.csv').write_text('')", "code cell 1 stopped with OSError: .*Read-only"),
+        (WRITES_SAMPLE + "os.mkdir('work'); shutil.copy(competition / 'sample_submission.csv', 'work/submission.csv')",
+         "submission.csv is not in /kaggle/working, but work/submission.csv is"),
+        ("import time; time.sleep(600)", "it was stopped after 5 s"),
+    ],
+    ids=["dies", "writes to inputs", "submission elsewhere", "time-out"],
+)  # fmt: skip
+def test_notebooks_that_go_wrong(dist, competition, tmp_path, cell, said):
+    timeout_s = 5 if "sleep" in cell else 300
+    found = rehearse(broken(dist, tmp_path / "dist", cell), competition, timeout_s=timeout_s)
+    assert not found.ok
+    assert re.search(said, found.stages[0].faults[0]), found.sentences()
+
+
+@pytest.mark.slow
+def test_a_file_of_the_package_that_is_missing_is_caught(dist, competition, tmp_path):
+    out = broken(dist, tmp_path / "dist", changes=lambda data_set: (data_set / "rsnakit/tables.py").unlink())
+    (fault,) = rehearse(out, competition).stages[0].faults
+    assert "ModuleNotFoundError: No module named 'rsnakit.tables'" in fault or "cannot import name 'tables'" in fault
+
+
+@pytest.mark.slow
+def test_weights_that_are_cut_are_caught(dist, competition, tmp_path):  # C01
+    def cut(data_set: Path) -> None:
+        (path,) = data_set.glob("runs/*/fold0/best.safetensors")
+        path.write_bytes(path.read_bytes()[:-100])
+
+    (fault,) = rehearse(broken(dist, tmp_path / "dist", changes=cut), competition).stages[0].faults
+    assert "best.safetensors" in fault
+
+
+@pytest.mark.slow
+def test_a_bundle_that_is_not_as_bundled_is_refused(dist, competition, tmp_path):
+    shutil.copytree(dist, tmp_path / "dist")
+    path = next((tmp_path / "dist/dataset/runs").rglob("fold0/best.safetensors"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BundleError, match=r"best\.safetensors"):
+        rehearse(tmp_path / "dist", competition)
+    path.unlink()
+    with pytest.raises(BundleError, match="missing"):
+        rehearse(tmp_path / "dist", competition)
+    with pytest.raises(BundleError, match="no bundle here"):
+        rehearse(tmp_path / "nothing", competition)
+    with pytest.raises(ValueError, match="gpu_speedup is 0"):
+        rehearse(dist, competition, gpu_speedup=0)
+
+
+@pytest.mark.slow
+def test_the_layouts_are_those_of_kaggle(dist, competition, tmp_path):
+    """Where each file comes, by the two layouts as the facts say them; the data set's metadata are not uploaded."""
+    made = bundle.read(dist)
+    for layout, of_competition, of_data_set in (
+        ("flat", mounts.SLUG, made.slug),
+        ("nested", f"competitions/{mounts.SLUG}", f"datasets/someone/{made.slug}"),
+    ):
+        root = tmp_path / layout
+        rehearsal._lay_out(made, root, layout, competition, "one", 1, 0, link=True)
+        there = root / "kaggle/input"
+        assert (there / of_competition / "test.csv").exists() and list(root.glob("kaggle/working/*")) == []
+        found = {str(p.relative_to(there / of_data_set)) for p in (there / of_data_set).rglob("*") if p.is_file()}
+        assert found == {*made.files, "bundle.json"}
+        assert "rsnakit/__init__.py" in found and "dataset-metadata.json" not in found
