@@ -5,11 +5,12 @@ For Kaggle, Colab and Paperspace, whose images bring most of it along, torch for
 
 import importlib
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ except ImportError:  # pip carries one
 NEVER = ("torch", "torchvision", "torchaudio", "triton", "pytorch-triton")
 # Changed under a running session, these break it: compiled modules are built against NumPy, and the kernel is the others.
 HELD = ("numpy", "ipykernel", "ipython", "jupyter-client", "pyzmq", "tornado", "traitlets")
+INSTALLERS = ("pip", "setuptools", "wheel")  # a newer one of these disturbs no session
 SERVERS = ("jupyterlab",)  # each place has its own notebook server
 # What a notebook needs that only scores, as on Kaggle without internet.
 SCORING = (
@@ -40,6 +42,7 @@ BUNDLE = (
     "into the data set. Or turn this notebook's internet on, which a submission does not allow."
 )
 CONFLICT = "The conflict is caused by:"  # says pip before the requirements that cannot all be met
+STAYS = "what stays is"  # of our constraints among these
 
 
 class PackageError(RuntimeError):
@@ -52,7 +55,7 @@ class Missing:
 
     Attributes:
         name: of the distribution, as pip writes it: lower case, with hyphens.
-        wanted: the line of requirements.txt, such as `timm>=1.0.15`.
+        wanted: name and versions as pip takes them, such as `timm>=1.0.15`.
         installed: the version that is there and does not do; "" if there is none.
     """
 
@@ -66,17 +69,8 @@ class Missing:
 
 def missing(requirements: Path) -> list[Missing]:
     """What requirements.txt asks for and is not installed, or in a version that does not do, in its order."""
-    installed, found = _versions(), []
-    for line in requirements.read_text(encoding="utf-8").splitlines():
-        wanted = line.partition("#")[0].strip()
-        if not wanted:
-            continue
-        requirement = Requirement(wanted)
-        name, for_this_python = _normal(requirement.name), requirement.marker is None or requirement.marker.evaluate()
-        version = installed.get(name, "")
-        if for_this_python and not (version and requirement.specifier.contains(version, prereleases=True)):
-            found.append(Missing(name, wanted, version))
-    return found
+    lines = (line.partition("#")[0].strip() for line in requirements.read_text(encoding="utf-8").splitlines())
+    return _unmet(filter(None, lines), _versions())
 
 
 def install(wanted: Sequence[Missing], wheels: Path | None = None) -> list[str]:
@@ -105,10 +99,10 @@ def install(wanted: Sequence[Missing], wheels: Path | None = None) -> list[str]:
             options = ["--constraint", str(constraints)]
         problems = {}
         if _pip([*options, *(one.wanted for one in wanted)]):  # then one by one: which are they?
-            problems = {one: _pip([*options, "--retries", "0", one.wanted]) for one in wanted}
+            problems = {one: _alone(one.wanted, options, wheels is None) for one in wanted}
     importlib.invalidate_caches()
     after = _versions()
-    changed = {name for name, version in before.items() if after.get(name) != version}
+    changed = {name for name, version in before.items() if after.get(name) != version and name not in INSTALLERS}
     if touched := sorted(filter(_is_never, changed)):
         raise PackageError(f"pip changed {', '.join(touched)}, which was to stay as it is: start a new session")
     failed = [f"\n  {one}: {problem}" for one, problem in problems.items() if problem]
@@ -170,6 +164,28 @@ def _for_place(there: Sequence[Missing], bundled: bool) -> list[Missing]:
     return wanted
 
 
+def _alone(wanted: str, options: Sequence[str], with_needs: bool) -> str:
+    """Installs one requirement; why it failed, or "".
+
+    What pip takes for a conflict may be torch's own: an image's torch often lacks some of what it says it needs (CUDA comes
+    from elsewhere there), and whatever depends on torch could then not be installed. So a second try looks only at what the
+    requirement itself says it needs.
+    """
+    options = [*options, "--retries", "0"]
+    problem = _pip([*options, wanted])
+    if STAYS not in problem or not with_needs:
+        return problem
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        if _pip(["--dry-run", "--no-deps", "--retries", "0", "--report", str(report), wanted]):
+            return problem
+        metadata = json.loads(report.read_text(encoding="utf-8"))["install"][0]["metadata"]
+    needs = _unmet(metadata.get("requires_dist", ()), _versions())
+    if any(_is_never(one.name) or one.name in HELD for one in needs):
+        return problem
+    return (needs and _pip([*options, *(one.wanted for one in needs)])) or _pip(["--no-deps", wanted])
+
+
 def _pip(arguments: Sequence[str]) -> str:
     """Runs `pip install` of this Python. Why it failed, or "" if it did not."""
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
@@ -180,7 +196,7 @@ def _pip(arguments: Sequence[str]) -> str:
     if CONFLICT in lines:  # two lines, or more, up to pip's advice
         lines = lines[lines.index(CONFLICT) + 1 :]
         causes = lines[: next((i for i, line in enumerate(lines) if line.startswith("To fix this")), 2)]
-        return ", but ".join(causes).replace("The user requested (constraint)", "what stays is")
+        return ", but ".join(causes).replace("The user requested (constraint)", STAYS)
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return " ".join(errors or lines[-1:]) or f"pip ended with status {done.returncode}"
 
@@ -192,6 +208,19 @@ def _constraints(installed: Mapping[str, str], wanted: Sequence[Missing]) -> lis
         if _is_never(name) or name in HELD:
             lines.append(f"{name}<{int(version.split('.')[0]) + 1}" if name in newer else f"{name}=={version}")
     return lines
+
+
+def _unmet(requirements: Iterable[str], installed: Mapping[str, str]) -> list[Missing]:
+    """Those of some requirements that hold for this Python and are not met."""
+    found = []
+    for one in map(Requirement, requirements):
+        name = _normal(one.name)
+        version = installed.get(name, "")
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        if not version or not one.specifier.contains(version, prereleases=True):
+            found.append(Missing(name, f"{one.name}{one.specifier}", version))
+    return found
 
 
 def _is_never(name: str) -> bool:

@@ -67,8 +67,11 @@ def start(keep_work: bool = False) -> None:
     Raises:
         PackageError: something that is needed cannot be installed, or the session has to be restarted.
         OSError: work cannot be kept.
-        RuntimeError: Kaggle gave a GPU that its torch cannot compute on.
+        RuntimeError: this Python is too old, or Kaggle gave a GPU that its torch cannot compute on.
     """
+    if sys.version_info < (3, 11):  # noqa: UP036  as in old images
+        found = sys.version.split()[0]
+        raise RuntimeError(f"this is Python {found}, and the kit needs 3.11 or later: choose a newer image or kernel")
     from rsnakit import device, env, mounts, packages
 
     place = env.where().name
