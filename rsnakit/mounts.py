@@ -51,8 +51,10 @@ def keep_work(place: str, root: Path) -> str:
     folder = _drive(root) if place == "colab" else root / "storage"
     if not folder.is_dir():
         raise OSError(f"work/ cannot be kept: there is no folder {folder} on this machine; set keep_work to False")
-    os.environ["RSNAKIT_WORK"] = str(folder / "rsnakit")
-    return f"work/ is kept in {folder / 'rsnakit'}"
+    named = os.environ.get("RSNAKIT_WORK", "")
+    work = named if Path(named).is_relative_to(folder) else str(folder / "rsnakit")
+    os.environ["RSNAKIT_WORK"] = work
+    return f"work/ is kept in {work}"
 
 
 def _drive(root: Path) -> Path:

@@ -63,6 +63,10 @@ def test_paperspace_keeps_it_in_storage(tmp_path):
     (tmp_path / "storage").mkdir()
     assert mounts.keep_work("paperspace", tmp_path) == f"work/ is kept in {tmp_path}/storage/rsnakit"
     assert os.environ["RSNAKIT_WORK"] == f"{tmp_path}/storage/rsnakit"
+    for named, expected in (("storage/mine", "storage/mine"), ("elsewhere", "storage/rsnakit")):
+        os.environ["RSNAKIT_WORK"] = f"{tmp_path}/{named}"
+        mounts.keep_work("paperspace", tmp_path)
+        assert os.environ["RSNAKIT_WORK"] == f"{tmp_path}/{expected}"
 
 
 @pytest.fixture
