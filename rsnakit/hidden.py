@@ -72,7 +72,7 @@ def make(source: Path | str, out: Path | str, kind: str, n: int = 200, seed: int
 
     Raises:
         ValueError: another kind, or too few images are asked for.
-        FileNotFoundError: the source has no image, or, for `visible`, no test.csv.
+        FileNotFoundError: the source has no table, or, for `visible`, no test.csv.
         FileExistsError: `out` is there.
         rsnakit.tables.TableError: a table of the source is not as it should be, or has no image that is there.
     """
@@ -231,7 +231,7 @@ def link_or_copy(source: Path, target: Path, link: bool) -> None:
     """The file under another name, by a hard link where that is wanted and can be."""
     if link:
         try:
-            os.link(source, target)
+            os.link(source.resolve(), target)  # a link to a symbolic one would lead astray from here
             return
         except OSError:  # another file system, or one without links
             pass

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -145,6 +146,20 @@ def test_links_and_copies(competition, tmp_path):
     for made, same in ((linked, True), (copied, False)):
         row = made.images.to_dict("records")[0]
         assert os.path.samefile(row["source"], file_of(made, row)) == same
+
+
+def test_images_that_are_symbolic_links(competition, tmp_path):
+    """As where the images lie on another disk: what stands in the test set leads to them all the same."""
+    (tmp_path / "source/test_images").mkdir(parents=True)
+    shutil.copy(competition / "test.csv", tmp_path / "source")
+    for folder in (competition / "test_images").iterdir():
+        (tmp_path / "source/test_images" / folder.name).mkdir()
+        for path in folder.iterdir():
+            relative = os.path.relpath(path, tmp_path / "source/test_images" / folder.name)
+            (tmp_path / "source/test_images" / folder.name / path.name).symlink_to(relative)
+    made = hidden.make(tmp_path / "source", tmp_path / "out/further/down", "visible")
+    for row in made.images.to_dict("records"):
+        assert pydicom.dcmread(file_of(made, row)).Modality == "MG"
 
 
 def test_what_cannot_be_made_is_refused(competition, tmp_path):
