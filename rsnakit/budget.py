@@ -76,7 +76,7 @@ def deadline(max_hours: float, environ: Environ = None, root: Path = ROOT) -> tu
         return math.inf, ""
     whole = environ.get("KAGGLE_IS_COMPETITION_RERUN") or environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
     begun = started() if whole else time.monotonic()
-    return begun + limit.value * 3600, f"{limit.value:g} h for inference ({limit.reason})"
+    return begun + limit.value * 3600, f"{in_words(limit.value * 3600)} for inference ({limit.reason})"
 
 
 class Measured(NamedTuple):
@@ -209,7 +209,7 @@ class Clock:
         have, left = len(self.levels[self.level]), self.n_images - self.done
         reason = (
             f"after {self.done:,} of {self.n_images:,} images: {len(self.levels[level])} passes over each instead of {have}, "
-            f"since the {left:,} that remain would take {_said(left * each[self.level])}, and there are {_said(room)}"
+            f"since the {left:,} that remain would take {in_words(left * each[self.level])}, and there are {in_words(room)}"
         )
         self.changes.append(Change(self.done, level, reason))
         self.level = level
@@ -237,5 +237,6 @@ class Clock:
         return max(decode / self._processes, model / self._devices, on_cores)
 
 
-def _said(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """Hours, or seconds where it is less than one."""
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.0f} s"

@@ -135,7 +135,7 @@ def predict(
             print(f"{before:,} of {len(table):,} images were scored before, {len(left):,} are left")
         clock = _clock(until, steps, len(left), devices, run_config)
         if said:
-            print(f"time: {said}, of which {(until - time.monotonic()) / 3600:.2f} are left")
+            print(f"time: {said}, of which {budget.in_words(max(0.0, until - time.monotonic()))} are left")
         if folder is not None:
             print(f"scores are kept in {folder}, {ledger.size / 1e6:,.0f} MB at most")
         try:

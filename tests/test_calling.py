@@ -58,6 +58,14 @@ def test_a_breast_that_was_scored_as_such_keeps_its_score_in_every_way(tmp_path,
     assert called.tolist() == (found["score"] == found["score"].max()).astype(float).tolist()
 
 
+def test_what_the_report_says_of_its_scores_goes_before_what_the_run_is(tmp_path):
+    """A report of an older version of the kit does not say it."""
+    run = make_run(tmp_path / "run")  # whose model.json says nothing of views: it scores images
+    report = scored([0.25, 0.25]).assign(score=0.25)
+    assert calling.to_breasts(report, run, "noisy_or")["score"].tolist() == pytest.approx([1 - 0.75**2] * 2)
+    assert calling.to_breasts(report.assign(score_of="breast"), run, "noisy_or")["score"].tolist() == [0.25] * 2
+
+
 PERCENTILE = InferConfig(threshold="percentile")
 
 
