@@ -101,7 +101,11 @@ def test_a_rehearsal_finds_nothing_above_its_root(tmp_path):
     done = run(root / "kaggle/working", root)
     assert done.returncode and WAYS in done.stderr
     mounted = package(root / "kaggle/input/bundle")
-    assert found(run(root / "kaggle/working", root)) == f"{mounted} False"
+    (tmp_path / "link").symlink_to(root)
+    for named in (root, tmp_path / "link"):
+        assert found(run(root / "kaggle/working", named)) == f"{mounted} False"
+    shutil.rmtree(mounted)
+    assert WAYS in run(root / "kaggle/working", tmp_path / "link").stderr
     assert found(run(package(tmp_path / "mine"), root)) == f"{tmp_path / 'mine'} False"  # not within that root
 
 
