@@ -13,12 +13,15 @@ import pytest
 from openers import broken, dying, zeros
 from pydicom import uid
 
+from rsnakit import tables
+
 BENCH = Path(__file__).parent / "bench"
 sys.path.insert(0, str(BENCH))
 
 import amp_time  # noqa: E402
 import build_time  # noqa: E402
 import dicom_time  # noqa: E402
+import infer_time  # noqa: E402
 import loader_time  # noqa: E402
 import loop_time  # noqa: E402
 import metrics_time  # noqa: E402
@@ -373,6 +376,29 @@ def test_loader_time_loads_the_same_with_and_without_workers(tmp_path):
         for n in (0, 2)
     ]
     assert loaded[0] == loaded[1] and sum(len(items) for items, _ in loaded[0]) == 32
+
+
+def test_infer_time_scores_every_image_and_counts_its_seconds(tmp_path):
+    competition = infer_time.competition_of(tmp_path / "c", samples.write_drawn(tmp_path, 2, (160, 120)), 10)
+    test = tables.load_table(competition, "test")
+    assert len(test) == 10 and test["image_id"].is_unique and test["breast_id"].nunique() == 5
+    run = infer_time.make_run(tmp_path / "work")
+    found = infer_time.whole(competition, run)
+    assert found.images == 10 and found.seconds > 0 and found.cpu_seconds > 0
+    infer_time.open_decoding(test["path"].tolist(), 3)()
+    infer_time.open_model(run, test["path"][0], 8)()
+
+
+def test_infer_time_compares_with_what_the_cores_could_do():
+    # 2 cores, 10 ms to decode and 30 ms to score: 50 images/s. Three rounds, the second disturbed, of 400 images in 10 s.
+    wholes = [infer_time.Whole(10.0, 20.0, 400), infer_time.Whole(40.0, 20.0, 400), infer_time.Whole(10.0, 20.0, 400)]
+    row = infer_time.row_of("x", 2, [0.01] * 3, [0.03] * 3, wholes)
+    assert row["bound, images/s"] == pytest.approx(50) and row["reached"] == pytest.approx(40)
+    assert [row[name] for name in ("ratio", "from", "to")] == pytest.approx([0.8, 0.2, 0.8])
+    assert row["CPU ms, all"] == pytest.approx(50) and row["share of it"] == pytest.approx(0.8)
+    assert row["target reached"] == "no"
+    faster = infer_time.row_of("x", 2, [0.01], [0.03], [infer_time.Whole(9.0, 17.0, 400)])
+    assert faster["target reached"] == "yes"
 
 
 # Scores
