@@ -5,10 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from rsnakit.reading import Files, over_files
-from rsnakit.store_formats import MAX_VALUE
 from rsnakit.workers import ProcessDied
 
 
@@ -28,7 +26,8 @@ def in_batches(
 
     Args:
         paths: the files.
-        read: a file's image, (height, width) uint16 of 12 bits. Whatever it raises costs that file.
+        read: a file's image, (height, width) uint16 of 12 bits; can be pickled, except on Linux, where processes are forked.
+            Whatever it raises costs that file.
         shape: (height, width); a file that can't be read is a black image of that shape.
         batch_size: images a batch.
         n_jobs: processes; 0 reads in this one, where a crash or a file that hangs is nobody's to catch.
@@ -59,19 +58,6 @@ def in_batches(
             if isinstance(sample, ProcessDied):
                 sample = files.failed(ProcessDied(f"{sample}, twice"))
             yield _collate({item: sample})
-
-
-def for_each_batch(
-    paths: Sequence[Path | str],
-    read: Callable[[str], np.ndarray],
-    shape: tuple[int, int],
-    use: Callable[[dict], None],
-    batch_size: int,
-    n_jobs: int,
-) -> None:
-    """Calls `use` with each of `in_batches`, `image` a tensor of float32 in [0, 1]."""
-    for batch in in_batches(paths, read, shape, batch_size, n_jobs):
-        use({**batch, "image": torch.from_numpy(batch["image"].astype(np.float32) / np.float32(MAX_VALUE))})
 
 
 def _collate(samples: dict[int, dict]) -> dict:

@@ -199,7 +199,7 @@ class _Crew:
 
     def _work(self, place: Replica) -> None:
         try:
-            if place.device == "cpu":
+            if place.device.startswith("cpu"):
                 torch.set_num_threads(1)
             while (batch := self.todo.get()) is not None and not self.stop:
                 passes, begun = tuple(self.passes()), time.perf_counter()

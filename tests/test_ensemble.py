@@ -229,7 +229,7 @@ def test_compiled_models_give_the_same_and_are_compiled_once(run):  # T13
 # Devices that share the work
 
 
-@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu"]])
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu", "cpu:0"], ["cpu"]])
 def test_devices_that_share_the_work_give_what_one_gives(run, devices):
     scorer = Scorer(run, devices, batch_size=3)
     taken, workers, batches = {}, set(), batches_of(12)
