@@ -26,6 +26,7 @@ WARM_UP = 3  # batches a device that are not measured: libraries are loaded, ker
 WARM_UP_SHARE = 0.1  # of the whole time, which that does not take: then such are the batches
 # What a decision needs: half a window of images; of a slow machine fewer, once this share of the whole time has gone by.
 ENOUGH = ((0.02, 3), (0.05, 1))  # shares, and batches
+RECENT = 32  # batches, whose longest no other shall outlast at the end
 QUEUE = 2  # batches that a device has been given, at most
 
 
@@ -135,7 +136,7 @@ class Clock:
         self._begun = now()
         self.reserve = min(RESERVE_S, RESERVE_SHARE * max(0.0, until - self._begun))
         self.level, self.done, self.changes = 0, 0, []
-        self._warm_up, self._each_pass = WARM_UP * self._devices, 0.0  # the latter: seconds of a batch, the longest
+        self._warm_up, self._recent, self._each_pass = WARM_UP * self._devices, deque(maxlen=RECENT), 0.0
         self._room, self._raised = ROOM, False
         self._window = min(WINDOW, max(32, n_images // 16))
         self._measured: deque[Measured] = deque()
@@ -165,7 +166,8 @@ class Clock:
         self.done += images
         warm = self._warm_up <= 0 or now - self._begun > WARM_UP_SHARE * (self.until - self._begun)
         self._warm_up -= 1
-        self._each_pass = max(self._each_pass if warm else 0.0, model_s / passes)
+        self._recent.append(model_s / passes)
+        self._each_pass = max(self._recent) if warm else self._recent[-1]  # seconds of a whole batch
         if not warm or passes != len(self.levels[self.level]):  # the latter was begun before the last change
             self._since = now
             return
@@ -206,9 +208,9 @@ class Clock:
                 self._change(level, now, each, room)
 
     def _change(self, level: int, now: float, each: list[float], room: float) -> None:
-        have, left = len(self.levels[self.level]), self.n_images - self.done
+        have, use, left = len(self.levels[self.level]), len(self.levels[level]), self.n_images - self.done
         reason = (
-            f"after {self.done:,} of {self.n_images:,} images: {len(self.levels[level])} passes over each instead of {have}, "
+            f"after {self.done:,} of {self.n_images:,} images: {use} pass{'es' * (use > 1)} over each instead of {have}, "
             f"since the {left:,} that remain would take {in_words(left * each[self.level])}, and there are {in_words(room)}"
         )
         self.changes.append(Change(self.done, level, reason))
@@ -225,9 +227,8 @@ class Clock:
         )
         bounds = [self._bound(decode, model * len(level)) for level in self.levels]
         measured = (now - self._since) / images
-        if (
-            not self._model_cores
-        ):  # faster than that was only what had been decoded ahead; on shared cores the bound is rough
+        # Faster than what limits was only what had been decoded ahead; where decoding and models share cores that is rough.
+        if not self._model_cores:
             measured = max(measured, bounds[self.level])
         return [measured * bound / bounds[self.level] if bounds[self.level] else measured for bound in bounds]
 
