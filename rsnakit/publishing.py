@@ -97,6 +97,8 @@ def publish(
     data_set, notebook = _ids(made)
     message = message or f"{made.run} by rsnakit"
     steps = _commands(made, data_set, notebook, message, public)
+    for note in made.notes:
+        say(f"NOTE: {note}")
     if dry_run:
         _show(steps, upload, say)
         return None

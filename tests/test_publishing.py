@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 from kaggle_server import KEY, TOKEN, USER, Kaggle, Stand
+from small_run import write_run
 
-from rsnakit import client, listing, publishing, slugs
+from rsnakit import bundle, client, listing, publishing, slugs
 from rsnakit.bundle import BundleError
 from rsnakit.publishing import Published, PublishError
 
@@ -44,7 +45,15 @@ def dist(tmp_path) -> Path:
         (data_set / path).write_bytes(content)
     files = {path: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for path, c in FILES.items()}
     owner, slug = DATA_SET.split("/")
-    described = {"run": RUN, "owner": owner, "slug": slug, "rsnakit": "0", "folds": [0, 1], "notes": [], "files": files}
+    described = {
+        "run": RUN,
+        "owner": owner,
+        "slug": slug,
+        "rsnakit": "0",
+        "folds": [0, 1],
+        "notes": ["a try"],
+        "files": files,
+    }
     title = "rsnakit fold run 1"
     metadata = {
         "id": NOTEBOOK, "title": f"{title} inference", "code_file": "04_inference.ipynb", "language": "python",
@@ -130,6 +139,11 @@ def held() -> list[str]:
     return [KEY, KEY[::-1], TOKEN, base64.b64encode(f"{USER}:{KEY}".encode()).decode()]
 
 
+def commands_in(said: str) -> list[list[str]]:
+    """The command lines that a dry run shows, by word."""
+    return [shlex.split(line, comments=True) for line in said.splitlines() if " -m kaggle " in line]
+
+
 def change(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
 
@@ -166,8 +180,8 @@ def test_what_arrives_is_what_was_bundled(dist, stand):
 def test_a_dry_run_shows_the_commands_and_runs_none(dist, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     published, said = publish(dist, dry_run=True, message="it's fold 1")
-    assert published is None
-    lines = [shlex.split(line, comments=True) for line in said.splitlines()[1:]]
+    assert published is None and said.startswith("NOTE: a try\n")
+    lines = commands_in(said)
     assert [line[4:6] for line in lines] == [
         ["config", "view"], ["datasets", "status"], ["datasets", "create"], ["datasets", "version"], ["datasets", "files"],
         ["kernels", "push"], ["kernels", "status"],
@@ -419,9 +433,26 @@ class TestRounds:
             }
         ]  # fmt: skip
 
+    def test_a_bundle_of_a_run(self, stand, table, store, tmp_path):
+        fold_of = {patient: number % 2 for number, patient in enumerate(table["patient_id"].unique())}
+        run = write_run(tmp_path / "runs" / "first", table, store, fold_of)
+        made = bundle.make(run, USER, tmp_path / "dist", parameters={"threshold": 0.5})
+        publish(made.folder, wait=False)
+        (files,) = stand.kaggle.data_sets.values()
+        assert {
+            name: hashlib.sha256(content).hexdigest() for name, content in files[0].items() if name in made.files
+        } == {name: entry["sha256"] for name, entry in made.files.items()}
+        (kernel,) = stand.kaggle.kernels
+        sent, bundled = (
+            json.loads(kernel["text"]),
+            json.loads((made.kernel / bundle.NOTEBOOK).read_text(encoding="utf-8")),
+        )
+        sources = ["".join(cell["source"]) for cell in bundled["cells"]]
+        assert [cell["source"] for cell in sent["cells"]] == sources and len(sources) > 5
+
     def test_what_a_dry_run_shows_is_what_runs(self, dist, stand, monkeypatch):
         _, said = publish(dist, dry_run=True)
-        shown = [shlex.split(line, comments=True) for line in said.splitlines()[1:]]
+        shown = commands_in(said)
         ran, command = [], client.command
         monkeypatch.setattr(client, "command", lambda *arguments: ran.append(command(*arguments)) or ran[-1])
         publish(dist)
