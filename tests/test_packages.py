@@ -284,7 +284,6 @@ def loaded_by(notebook: Path) -> set[str]:
     todo = {
         name for cell in cells if cell["cell_type"] == "code" for name in imported(ast.parse("".join(cell["source"])))
     }
-    todo -= {"rsnakit.engine"}  # which trains the demo's run
     seen = set()
     while todo:
         name = todo.pop()
