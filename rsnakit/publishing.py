@@ -102,8 +102,8 @@ def publish(
     if dry_run:
         _show(steps, upload, say)
         return None
-    version, user = client.check(), _check_user(made.owner)
-    say(f"client {version}, user {user}, run {made.run}, {made.size / 1e6:,.1f} MB")
+    of_client, user = client.check(), _check_user(made.owner)
+    say(f"client {of_client}, user {user}, run {made.run}, {made.size / 1e6:,.1f} MB")
     _bring_data_set(made, data_set, steps, upload, data_set_hours, poll_s, say)
     if compare:
         _compare(data_set, made, poll_s, say)

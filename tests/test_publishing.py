@@ -4,6 +4,7 @@ No test talks to anything but the loopback address: the client's address of Kagg
 """
 
 import base64
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from kaggle_server import KEY, TOKEN, USER, Kaggle, Stand
-from small_run import write_run
+from small_run import TINY, write_run
 
 from rsnakit import bundle, client, listing, publishing, slugs
 from rsnakit.bundle import BundleError
@@ -436,6 +437,8 @@ class TestRounds:
     def test_a_bundle_of_a_run(self, stand, table, store, tmp_path):
         fold_of = {patient: number % 2 for number, patient in enumerate(table["patient_id"].unique())}
         run = write_run(tmp_path / "runs" / "first", table, store, fold_of)
+        described = json.loads((run / "config.json").read_text())
+        change(run / "config.json", settings=described["settings"] | {"model": dataclasses.asdict(TINY)})
         made = bundle.make(run, USER, tmp_path / "dist", parameters={"threshold": 0.5})
         publish(made.folder, wait=False)
         (files,) = stand.kaggle.data_sets.values()
