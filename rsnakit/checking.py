@@ -103,7 +103,7 @@ def _check_images(found: pd.DataFrame) -> tuple[list[str], list[str]]:
         odd[[row.status_found == "blank" and _is_blank(row.source) for row in odd.itertuples()]] if len(odd) else odd
     )
     if len(blank):
-        notes.append(f"{len(blank)} images are blank in the competition itself, {_some(blank['source'])}")
+        notes.append(f"{len(blank)} images are blank in the competition itself, {_some(blank['source'].unique())}")
     wrong = odd.drop(blank.index)
     if len(wrong):
         row = wrong.iloc[0]
