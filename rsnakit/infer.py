@@ -124,22 +124,19 @@ def predict(
     steps = levels(list(scorer.ensemble.models), config.tta)
     found = Scored(table, scorer.ensemble, steps[0])
     wanted = table["breast_id"].isin(table["breast_id"].unique()[:4]).to_numpy() if run_config.debug else None
-    noted = {"precision": precision, "device": devices[0].split(":")[0], "compile": config.infer_compile}
-    key = _key(run, table, scorer.ensemble, steps[0])
-    names = table["image_id"], table["path"]
-    with Stop() as stop, Ledger(folder, key, *names, found.shape, noted) as ledger:
+    with Stop() as stop, _ledger(folder, run, scorer, found, config.infer_compile) as ledger:
         for record in ledger.records():
             found.put(record)
         left = np.flatnonzero((found.status == "") if wanted is None else (found.status == "") & wanted)
         if before := int((found.status != "").sum()):
             print(f"{before:,} of {len(table):,} images were scored before, {len(left):,} are left")
-        clock = _clock(until, steps, len(left), devices, run_config)
+        clock = _clock(until, steps, len(left), devices, run_config.n_jobs)
         if said:
             print(f"time: {said}, of which {budget.in_words(max(0.0, until - time.monotonic()))} are left")
         if folder is not None:
             print(f"scores are kept in {folder}, {ledger.size / 1e6:,.0f} MB at most")
         try:
-            _score(scorer, table["path"], left, clock, stop, found, ledger, run_config.n_jobs, config.infer_batch_size)
+            _score(scorer, left, clock, stop, found, ledger, run_config.n_jobs, config.infer_batch_size)
             cause = stop.reason and f"stopped by {stop.reason}"
         except Exception as error:
             if not rerun:
@@ -160,7 +157,6 @@ def predict(
 
 def _score(
     scorer: Scorer,
-    paths: pd.Series,
     left: np.ndarray,
     clock: Clock,
     stop: Stop,
@@ -189,7 +185,7 @@ def _score(
 
     read, shape = functools.partial(load_image, config=config), (config.height, config.width)
     with tqdm(total=len(left), desc="inference", unit="image", mininterval=1) as progress:
-        batches = in_batches(paths.iloc[left].tolist(), read, shape, batch_size, n_jobs, is_over)
+        batches = in_batches(found.table["path"].iloc[left].tolist(), read, shape, batch_size, n_jobs, is_over)
         scorer.run(_until(batches, is_over), clock.passes, take)
 
 
@@ -202,10 +198,17 @@ def _until(batches: Iterator[dict], is_over: Callable[[], bool]) -> Iterator[dic
             yield batch
 
 
-def _clock(until: float, steps: Sequence, n_images: int, devices: Sequence[str], run: env.RunConfig) -> Clock:
+def _clock(until: float, steps: Sequence, n_images: int, devices: Sequence[str], n_jobs: int) -> Clock:
     cores, cpu = env.cores(), list(devices) == ["cpu"]
     n_threads = cores if cpu else len(devices)  # as Scorer has them
-    return Clock(until, steps, n_images, run.n_jobs or cores, n_threads, cores, model_cores=1.0 if cpu else 0.0)
+    return Clock(until, steps, n_images, n_jobs or cores, n_threads, cores, model_cores=1.0 if cpu else 0.0)
+
+
+def _ledger(folder: Path | str | None, run: Path, scorer: Scorer, found: Scored, compile: str) -> Ledger:
+    table, device = found.table, scorer.devices[0].split(":")[0]
+    noted = {"precision": scorer.precision, "device": device, "compile": compile}
+    key = _key(run, table, scorer.ensemble, found.passes)
+    return Ledger(folder, key, table["image_id"], table["path"], found.shape, noted)
 
 
 def _key(run: Path, table: pd.DataFrame, ensemble: Ensemble, passes: Sequence[Pass]) -> dict:
