@@ -146,9 +146,8 @@ def bring(place: str, repository: Path) -> None:
         text = f"{', '.join(imported)}: imported before it was upgraded; restart the session and run this cell again"
         if place != "kaggle":
             raise PackageError(text)
-        print(
-            f"NOTE: {text}"
-        )  # a version that Kaggle saves or scores begins anew each time, and would stop here each time
+        # A version that Kaggle saves or scores begins anew each time, and would stop here each time.
+        print(f"NOTE: {text}")
 
 
 def _for_place(there: Sequence[Missing], bundled: bool) -> list[Missing]:
@@ -202,12 +201,17 @@ def _pip(arguments: Sequence[str]) -> str:
 
 
 def _constraints(installed: Mapping[str, str], wanted: Sequence[Missing]) -> list[str]:
-    """pip's constraints that keep NEVER and HELD as they are, absent too; of one that is wanted newer, its major version."""
-    newer, lines = {one.name for one in wanted}, [f"{name}<0" for name in NEVER if name not in installed]
+    """pip's constraints that keep NEVER and HELD as they are; of one that is wanted newer, its major version.
+
+    What is absent of NEVER stays so, with whatever torch says that it needs and the image has from elsewhere.
+    """
+    newer, lines = {one.name for one in wanted}, []
     for name, version in installed.items():
         if _is_never(name) or name in HELD:
             lines.append(f"{name}<{int(version.split('.')[0]) + 1}" if name in newer else f"{name}=={version}")
-    return lines
+    theirs = [one for one in importlib.metadata.distributions() if _is_never(_normal(one.metadata["Name"] or ""))]
+    needs = {_normal(Requirement(need).name) for one in theirs for need in one.requires or ()}
+    return lines + [f"{name}<0" for name in sorted({*NEVER, *filter(_is_never, needs)}) if name not in installed]
 
 
 def _unmet(requirements: Iterable[str], installed: Mapping[str, str]) -> list[Missing]:

@@ -365,7 +365,7 @@ def test_torch_stays_as_it_is_whatever_needs_it(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     copy_of_the_kit(kit)
     here = (
-        made_wheel(tmp_path, "torch", "2.6.0", "triton==3.2", "nvidia-x==1.0"),
+        made_wheel(tmp_path, "torch", "2.6.0", "nvidia-x==1.0"),
         made_wheel(tmp_path, "numpy", "2.0.2"),
     )
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--no-index", "--no-deps", "-q"]
@@ -376,7 +376,6 @@ def test_torch_stays_as_it_is_whatever_needs_it(tmp_path):
         made_wheel(tmp_path, "helper", "1.0", "torch>=2", "small>=1", "nothere>=1; extra == 'all'"),
         *(made_wheel(tmp_path, name, "1.0") for name in ("small", "nvidia_x")),
         *(made_wheel(tmp_path, name, "99.0") for name in ("torch", "numpy")),
-        made_wheel(tmp_path, "triton", "3.2"),
     ]
     (kit / "requirements.txt").write_text("torch>=2.6\nnewfangled>=1.0\nhelper>=1.0\nnewarrays>=1.0\n")
     code = "from pathlib import Path\nfrom rsnakit import packages\npackages.bring('colab', Path())"
