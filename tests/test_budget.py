@@ -59,7 +59,9 @@ def test_without_proc_the_start_is_the_import(monkeypatch):
 def test_the_deadline_counts_from_the_kernels_start_where_it_runs_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "started", lambda: time.monotonic() - HOUR)
     until, said = budget.deadline(0, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, tmp_path)
-    assert until - time.monotonic() == pytest.approx(7.5 * HOUR, abs=5) and said.startswith("8.5 h for inference (Kaggle")
+    assert until - time.monotonic() == pytest.approx(7.5 * HOUR, abs=5) and said.startswith(
+        "8.5 h for inference (Kaggle"
+    )
     for environ, max_hours in (
         ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, 0),
         ({}, 8.5),
