@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # all that the kit raises for what it finds are of these kinds
         print(f"{options.command}: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        sent = "; what is at Kaggle already goes on there" if options.command == "publish" else ""
+        print(f"{options.command}: stopped by Ctrl-C{sent}", file=sys.stderr)
+        return FAILED
 
 
 def _bundle(options: argparse.Namespace) -> int:
@@ -89,7 +93,15 @@ def _rehearse(options: argparse.Namespace) -> int:
 
 def _publish(options: argparse.Namespace) -> int:
     work = env.work_folder(options.work_dir)
-    publishing.publish(work / "dist", dry_run=options.dry_run, message=options.message, wait=not options.no_wait)
+    publishing.publish(
+        work / "dist",
+        dry_run=options.dry_run,
+        message=options.message,
+        wait=not options.no_wait,
+        public=options.public,
+        upload=not options.no_upload,
+        compare=not options.no_compare,
+    )
     return 0
 
 
@@ -142,6 +154,13 @@ def _parser() -> argparse.ArgumentParser:
     sending = command("publish", _publish, "Uploads work/dist/ by Kaggle's client and waits for the notebook.")
     sending.add_argument("--dry-run", action="store_true", help="only show the commands")
     sending.add_argument("--message", default="", help="of the data set's version")
+    sending.add_argument("--public", action="store_true", help="a new data set can be seen by everybody")
+    sending.add_argument(
+        "--no-upload", action="store_true", help="send the notebook alone; the data set stays as it is"
+    )
+    sending.add_argument(
+        "--no-compare", action="store_true", help="go on where Kaggle lists other files than were bundled"
+    )
     sending.add_argument("--no-wait", action="store_true", help="do not wait for the notebook to end")
     return parser
 
