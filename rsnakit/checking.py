@@ -70,7 +70,7 @@ def check(working: Path, test: HiddenSet) -> tuple[pd.DataFrame | None, list[str
         faults.append(f"submission.csv is not in /kaggle/working{where}")
     stray = {name: size for name, size in there.items() if name not in ("submission.csv", "report.csv")}
     if stray:
-        largest = sorted(stray, key=stray.get, reverse=True)
+        largest = sorted(stray, key=lambda name: (-stray[name], name))
         notes.append(
             f"{len(stray)} more files in /kaggle/working, {sum(stray.values()) / 1e6:.1f} MB: {_some(largest)}"
         )

@@ -150,6 +150,8 @@ def rehearse(
     """
     if not gpu_speedup > 0:
         raise ValueError(f"gpu_speedup is {gpu_speedup}, expected a number above 0")
+    if images < hidden.LEAST:
+        raise ValueError(f"images is {images}: a set made to hurt has {hidden.LEAST} or more")
     dist = Path(dist)
     made = bundle.read(dist)
     keep = Path(keep) if keep else dist.parent / "rehearsal"

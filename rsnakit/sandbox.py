@@ -61,7 +61,7 @@ for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex"):
 """
 
 
-class SandboxError(RuntimeError):
+class SandboxError(OSError):
     """The place could not be made, or is not what it should be; the message says why."""
 
 

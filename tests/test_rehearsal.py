@@ -198,8 +198,13 @@ def test_a_bundle_that_is_not_as_bundled_is_refused(dist, competition, tmp_path)
         rehearse(tmp_path / "dist", competition)
     with pytest.raises(BundleError, match="no bundle here"):
         rehearse(tmp_path / "nothing", competition)
+
+
+def test_settings_out_of_range_are_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="gpu_speedup is 0"):
-        rehearse(dist, competition, gpu_speedup=0)
+        rehearse(tmp_path, tmp_path, gpu_speedup=0)
+    with pytest.raises(ValueError, match="images is 3: a set made to hurt has 32 or more"):
+        rehearse(tmp_path, tmp_path, images=3)
 
 
 @pytest.mark.slow
