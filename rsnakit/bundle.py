@@ -145,6 +145,17 @@ def make(
     return _bundle(dist, described, kernel_slug)
 
 
+def requirements(run: Path) -> tuple[str, ...]:
+    """What `wheels.take` is to take for a run: `wheels.NEEDED`, timm in the version it was trained with where that is later.
+
+    Raises:
+        rsnakit.runs.RunError: the run's `config.json` is damaged.
+    """
+    runs.read_config(run)
+    trained = read_json(run / "config.json").get("versions", {}).get("timm", "")
+    return tuple(wheels.at_least(trained, one) if one.startswith("timm==") else one for one in wheels.NEEDED)
+
+
 def read(dist: Path) -> Bundle:
     """The bundle in a folder, checked: every file is there, whole and listed, and the metadata are of this bundle.
 

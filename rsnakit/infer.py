@@ -24,6 +24,7 @@ from rsnakit.batches import in_batches
 from rsnakit.budget import Clock
 from rsnakit.ensemble import TTA, Ensemble, Pass, Scorer, devices_of, levels, load_ensemble
 from rsnakit.fields import check_all
+from rsnakit.headers import refuse_missing_decoders, scan_headers
 from rsnakit.ledger import Ledger
 from rsnakit.params import setting
 from rsnakit.preprocess import load_image
@@ -35,6 +36,8 @@ __all__ = [
     "REPORT_COLUMNS", "Ensemble", "InferConfig", "SubmissionError", "check_submission", "load_ensemble", "predict",
     "refuse_other_settings", "write_submission",
 ]  # fmt: skip
+
+HEADERS = 100  # looked at before the work begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +109,7 @@ def predict(
 
     Raises:
         ValueError: debug, while Kaggle scores a submission.
+        rsnakit.dicom.DicomError: no decoder is installed for some of the images; a sample of headers tells before any work.
         rsnakit.files.LockedError: another process keeps its scores in `folder`.
         KeyboardInterrupt: Ctrl-C; what was scored until then is in `folder`.
     """
@@ -118,6 +122,8 @@ def predict(
         )
     until, said = budget.deadline(run_config.max_hours)
     table = data.load_table(competition, "test")
+    if not rerun:  # then those that can be decoded are worth more than a stop
+        refuse_missing_decoders(scan_headers(table, n_jobs=1, limit=HEADERS), competition)
     devices = devices_of(run_config.device)
     precision = env.choose_precision(devices[0], run_config.precision).value
     scorer = Scorer(run, devices, precision, config.infer_compile, config.infer_batch_size)

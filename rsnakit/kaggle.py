@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from rsnakit import bundle, env, publishing, rehearsal, runs, wheels
+from rsnakit import bundle, env, publishing, rehearsal, runs, slugs, wheels
 from rsnakit.bundle import Bundle
 from rsnakit.rehearsal import Rehearsal
 
@@ -58,11 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _bundle(options: argparse.Namespace) -> int:
     work = env.work_folder(options.work_dir)
-    folder = None if options.no_wheels else work / "wheels"
+    run, folder = find(options.run, work), None if options.no_wheels else work / "wheels"
+    slugs.check_owner(options.owner)
     if folder:
-        wheels.take(folder)
+        wheels.take(folder, bundle.requirements(run))
     made = bundle.make(
-        find(options.run, work),
+        run,
         options.owner,
         work / "dist",
         title=options.title,

@@ -115,7 +115,8 @@ def install(wanted: Sequence[Missing], wheels: Path | None = None) -> list[str]:
 def bring(place: str, repository: Path) -> None:
     """Installs what requirements.txt beside the package asks for and a place lacks, and prints what.
 
-    From a bundle on Kaggle only what scoring needs, out of its folder of wheels. torch is left to whoever chose the machine.
+    From a bundle on Kaggle only what scoring needs, out of its folder of wheels, whose versions are then the oldest that do:
+    the run may need what an older timm has not. torch is left to whoever chose the machine.
 
     Args:
         place: as `env.where` names it.
@@ -129,11 +130,12 @@ def bring(place: str, repository: Path) -> None:
     if not requirements.is_file():
         print(f"NOTE: there is no {requirements}: nobody looked whether all packages are installed")
         return
-    wanted = _for_place(missing(requirements), bundled)
+    wheels = repository / "wheels"
+    there = {one.name: one for one in (*missing(requirements), *(_older_than(wheels) if bundled else ()))}
+    wanted = _for_place(list(there.values()), bundled)
     if not wanted:
         return
     print(f"installing {', '.join(map(str, wanted))}")
-    wheels = repository / "wheels"
     try:
         imported = install(wanted, wheels if bundled and wheels.is_dir() else None)
     except PackageError as error:
@@ -148,6 +150,12 @@ def bring(place: str, repository: Path) -> None:
             raise PackageError(text)
         # A version that Kaggle saves or scores begins anew each time, and would stop here each time.
         print(f"NOTE: {text}")
+
+
+def _older_than(wheels: Path) -> list[Missing]:
+    """What of a folder of wheels is installed in an older version, or not at all."""
+    parts = sorted({tuple(path.name.split("-")[:2]) for path in wheels.glob("*.whl")})
+    return _unmet([f"{name}>={version}" for name, version in parts], _versions())
 
 
 def _for_place(there: Sequence[Missing], bundled: bool) -> list[Missing]:

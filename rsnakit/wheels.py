@@ -16,6 +16,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
 
 from rsnakit import packages
 
@@ -110,6 +111,17 @@ def check(
         if wanted is not None and (more := there.keys() - {canonicalize_name(one.name) for one in wanted}):
             raise WheelError(f"{', '.join(sorted(more))}: not asked for")
     return list(described)
+
+
+def at_least(version: str, requirement: str) -> str:
+    """A requirement such as `timm==1.0.31`, of that version where it is a release and later than the one it names."""
+    wanted = Requirement(requirement)
+    try:
+        given = Version(version)
+    except InvalidVersion:  # "not installed"
+        return requirement
+    exact = Version(next(iter(wanted.specifier)).version)
+    return requirement if given.is_devrelease or given.local or given <= exact else f"{wanted.name}=={given}"
 
 
 def _download(requirements: Sequence[str], python: str, out: Path, folder: Path) -> None:

@@ -463,3 +463,13 @@ def test_a_full_disk_is_said_before_anything_is_written(run, tmp_path, monkeypat
     with pytest.raises(BundleError, match="the bundle needs 0"):
         bundle.make(run, "jane", tmp_path / "dist")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_wheels_of_a_run_have_its_timm(run, tmp_path):
+    copied = tmp_path / "runs" / "later"
+    shutil.copytree(run, copied)
+    found = json.loads((copied / "config.json").read_text())
+    found["versions"]["timm"] = "1.99.1"
+    (copied / "config.json").write_text(json.dumps(found))
+    assert "timm==1.99.1" in bundle.requirements(copied)
+    assert len(bundle.requirements(copied)) == len(bundle.requirements(run))

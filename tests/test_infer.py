@@ -16,8 +16,9 @@ import pandas as pd
 import pytest
 import torch
 
-from rsnakit import budget, calling, data, engine, infer, ledger, metrics, models, preprocess, runs, scored
+from rsnakit import budget, calling, data, engine, headers, infer, ledger, metrics, models, preprocess, runs, scored
 from rsnakit.budget import Clock
+from rsnakit.dicom import DicomError
 from rsnakit.engine import TrainConfig
 from rsnakit.ensemble import Pass, levels
 from rsnakit.env import RunConfig
@@ -865,3 +866,17 @@ def test_one_fold_that_gives_nan_leaves_the_score_to_the_others(tmp_path, compet
     assert (found["reason"] == "scored by 1 of 2 passes, the others gave nothing finite").all()
     alone = infer.predict(competition, make_run(tmp_path / "one", folds=1), InferConfig(), RUN)
     np.testing.assert_allclose(found["score"], alone["score"], atol=1e-6)
+
+
+def test_a_missing_decoder_stops_the_work_before_it_begins(competition, run, monkeypatch):  # D16
+    """But not while Kaggle scores a submission, where the other images are worth having."""
+    reason = "no decoder for JPEG 2000 is installed: pip install imagecodecs"
+    monkeypatch.setattr(headers.dicom, "missing_decoder", lambda uid: reason if uid.endswith(".4.90") else None)
+    reads = []
+    monkeypatch.setattr(infer, "in_batches", lambda paths, *_: reads.extend(paths) or iter(()))
+    with pytest.raises(DicomError, match=r"decoders are missing.*\n.* images: no decoder .*pip install imagecodecs"):
+        infer.predict(competition, run, InferConfig(), RUN)
+    assert not reads
+    monkeypatch.setenv("KAGGLE_IS_COMPETITION_RERUN", "1")
+    infer.predict(competition, run, InferConfig(), RUN)
+    assert len(reads) == len(data.load_table(competition, "test"))

@@ -31,8 +31,8 @@ LADDER = (
         "demo", "recipe", "loop",
     ),
     (
-        "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "ensemble", "scored", "infer", "calling", "evaluation",
-        "comparing", "viewer",
+        "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "ensemble", "scored", "infer",
+        "calling", "evaluation", "comparing", "viewer",
     ),
     ("parcel", "bundle", "hidden", "checking", "rehearsal", "publishing", "kaggle"),
 )  # fmt: skip

@@ -215,6 +215,20 @@ def test_a_bundle_on_kaggle_gets_what_scoring_needs_from_its_wheels(machine, tmp
     assert said in capsys.readouterr().out
 
 
+def test_a_bundle_brings_versions_that_are_later_than_those_there(machine, tmp_path):
+    """The run was trained with that timm, and may need it; a later one than the bundle's stays."""
+    machine.put(torch="2.6.0", timm="1.0.27", pydicom="3.1.0")
+    machine.index = {"timm": "1.0.31", "pydicom": "3.0.2"}
+    repository = with_bundle(tmp_path, "timm>=1.0.15", "pydicom>=3.0.1")
+    for name in ("timm-1.0.31-py3-none-any.whl", "pydicom-3.0.2-py3-none-any.whl"):
+        (repository / "wheels" / name).touch()
+    packages.bring("kaggle", repository)
+    (command,) = machine.commands
+    assert command[-2:] == [str(repository / "wheels"), "timm>=1.0.31"]
+    packages.bring("kaggle", repository)
+    assert machine.commands == [command]
+
+
 @pytest.mark.parametrize("wheels", [True, False])
 def test_a_bundle_without_the_wheel_says_which_command_makes_it(machine, tmp_path, wheels):  # D16
     machine.put(torch="2.6.0")

@@ -240,3 +240,17 @@ def test_the_real_ones_are_a_set_and_install_without_a_network(tmp_path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "3.12"))
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.split() == ["True", exact["imagecodecs"]]
+
+
+@pytest.mark.parametrize(
+    "trained, taken",
+    [
+        ("1.0.30", "1.0.31"),
+        ("1.0.31", "1.0.31"),
+        ("1.1.2", "1.1.2"),
+        ("1.1.0.dev0", "1.0.31"),
+        ("not installed", "1.0.31"),
+    ],
+)
+def test_a_later_release_that_a_run_was_trained_with_is_taken(trained, taken):
+    assert wheels.at_least(trained, "timm==1.0.31") == f"timm=={taken}"
