@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -45,6 +46,8 @@ def _inside(spec: dict) -> None:
         (own / "status").write_text(str(status))
     finally:
         _end_children()
+        if os.getppid() != spec["parent"]:  # it was killed, and can clean up no more
+            shutil.rmtree(own, ignore_errors=True)
 
 
 def _unshare(libc: ctypes.CDLL, flags: int) -> None:

@@ -211,6 +211,8 @@ def refuse_package(name: str, folder: Path, isolation: Isolation | None = None) 
 def _environment(own: Path, isolation: Isolation) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     kept |= {"HOME": str(own / "home"), "TMPDIR": str(own / "tmp")}
+    if isolation.inputs == "chmod":  # root would write into the inputs what is compiled of their modules
+        kept["PYTHONDONTWRITEBYTECODE"] = "1"
     if isolation.network == "blocked":
         (own / "guard" / "sitecustomize.py").write_text(GUARD, encoding="utf-8")
         proxies = ("http_proxy", "https_proxy", "ftp_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")

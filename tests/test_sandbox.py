@@ -179,6 +179,15 @@ time.sleep({seconds})
 
 
 @pytest.mark.parametrize("isolation", [None, WEAK], ids=["strongest", "weak"])
+def test_importing_from_the_inputs_writes_nothing_there(tmp_path, isolation):
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input/module.py").write_text("value = 7")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'input')!r}); import module; print(module.value)"
+    assert python(code, tmp_path, read_only=[tmp_path / "input"], isolation=isolation).tail() == "7"
+    assert os.listdir(tmp_path / "input") == ["module.py"]
+
+
+@pytest.mark.parametrize("isolation", [None, WEAK], ids=["strongest", "weak"])
 def test_time_out_ends_all_that_was_begun(tmp_path, isolation):
     outcome = python(LEAVES_ONE.format(seconds=600), tmp_path, isolation=isolation, timeout_s=1)
     assert outcome.timed_out and outcome.status == -signal.SIGKILL and outcome.seconds >= 1
@@ -201,7 +210,8 @@ from rsnakit import sandbox
 folder = Path({str(tmp_path)!r})
 sandbox.run([sys.executable, "-c", {LEAVES_ONE.format(seconds=600)!r}], folder, folder / "log")
 """
-    outer = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    outer = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, env=environ, stderr=subprocess.DEVNULL)
     log, deadline = tmp_path / "log", time.monotonic() + 60
     while not (log.exists() and log.read_text().strip()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -212,6 +222,9 @@ sandbox.run([sys.executable, "-c", {LEAVES_ONE.format(seconds=600)!r}], folder, 
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(pid)
+    while list(tmp_path.glob("rsnakit-*")) and time.monotonic() < deadline:  # its own folders
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("rsnakit-*"))
 
 
 def test_memory_and_disk_are_measured_over_all_processes(tmp_path):
