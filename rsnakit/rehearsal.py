@@ -156,7 +156,8 @@ def rehearse(
     made = bundle.read(dist)
     keep = Path(keep) if keep else dist.parent / "rehearsal"
     keep.mkdir(parents=True, exist_ok=True)
-    source = demo.open_competition(env.RunConfig(data_dir=str(competition or "")), demo.DemoConfig())
+    place = env.RunConfig(data_dir=str(competition or ""), work_dir=str(dist.parent))
+    source = demo.open_competition(place, demo.DemoConfig())
     isolation = isolation or sandbox.strongest()
     say(str(isolation))
     with tempfile.TemporaryDirectory(prefix="rsnakit-") as nowhere:

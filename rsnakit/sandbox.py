@@ -129,7 +129,7 @@ def run(
     """Runs a command without network, and ends all that it started, whatever happens.
 
     It sees PATH, locale, time zone, and variables of CUDA and of threads of this process's environment, an empty HOME and
-    a TMPDIR of its own, and nothing else: no PYTHONPATH, no credentials.
+    a TMPDIR of its own, and nothing else: no PYTHONPATH of this process, no credentials. What pip installs in it goes with it.
 
     Args:
         command: program and arguments.
@@ -147,7 +147,7 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rsnakit-", ignore_cleanup_errors=True) as name:
         own = Path(name)
-        for part in ("home", "tmp", "guard"):
+        for part in ("home", "tmp", "guard", "packages"):
             (own / part).mkdir()
         variables = _environment(own, isolation) | dict(environ or {})
         if isolation.inputs == "chmod":
@@ -211,12 +211,14 @@ def refuse_package(name: str, folder: Path, isolation: Isolation | None = None) 
 def _environment(own: Path, isolation: Isolation) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     kept |= {"HOME": str(own / "home"), "TMPDIR": str(own / "tmp")}
+    kept |= {"PIP_TARGET": str(own / "packages"), "PYTHONPATH": str(own / "packages")}  # not into this Python's own
     if isolation.inputs == "chmod":  # root would write into the inputs what is compiled of their modules
         kept["PYTHONDONTWRITEBYTECODE"] = "1"
     if isolation.network == "blocked":
         (own / "guard" / "sitecustomize.py").write_text(GUARD, encoding="utf-8")
         proxies = ("http_proxy", "https_proxy", "ftp_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-        kept |= dict.fromkeys(proxies, NOWHERE) | {"no_proxy": "127.0.0.1,localhost", "PYTHONPATH": str(own / "guard")}
+        kept |= dict.fromkeys(proxies, NOWHERE) | {"no_proxy": "127.0.0.1,localhost"}
+        kept["PYTHONPATH"] = os.pathsep.join((str(own / "guard"), kept["PYTHONPATH"]))
     return kept
 
 

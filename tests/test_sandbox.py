@@ -1,5 +1,6 @@
 """rsnakit.sandbox: no network, inputs that stay as they are, nothing of this repository, and an end to all that was begun."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_wheels import wheel
 
 from rsnakit import sandbox
 from rsnakit.sandbox import Isolation, SandboxError
@@ -156,9 +158,24 @@ import rsnakit
     environ, folder, home, listed = json.loads(lines[0])
     assert "No module named 'rsnakit'" in lines[-1] and outcome.status == 1
     assert environ["KAGGLE_KERNEL_RUN_TYPE"] == "Batch" and "PATH" in environ
-    assert not {"PYTHONPATH", "KAGGLE_KEY", "RSNA_DATA"} & environ.keys() and "secret" not in str(environ)
+    assert not {"KAGGLE_KEY", "RSNA_DATA"} & environ.keys() and "secret" not in str(environ)
+    assert str(REPOSITORY) not in environ["PYTHONPATH"]
     assert folder == str(tmp_path / "working") and home == listed == []
     assert not Path(environ["HOME"]).exists()  # gone with the run
+
+
+def test_what_pip_installs_inside_is_found_there_and_gone_afterwards(tmp_path):
+    """As the notebook's first cell does with a bundle's wheels; this Python keeps what it has."""
+    path = wheel(tmp_path, "newfangled")
+    code = f"""
+import importlib, subprocess, sys
+subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", {str(path)!r}], check=True)
+importlib.invalidate_caches()
+import newfangled
+print("imported from", newfangled.__file__)
+"""
+    assert python(code, tmp_path).tail(1).startswith("imported from /")
+    assert importlib.util.find_spec("newfangled") is None
 
 
 def test_a_package_that_is_installed_is_refused(tmp_path):
