@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -190,6 +191,7 @@ def _serve(pipe: connection.Connection, parents: connection.Connection, files: F
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(AttributeError, OSError):  # not on Windows
         os.setpgid(0, 0)  # and what goes to the parent's whole group is for it alone
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:
             sample = files[pipe.recv()]
@@ -197,3 +199,10 @@ def _serve(pipe: connection.Connection, parents: connection.Connection, files: F
             pipe.send(sample)
             if sample["status"] == "ok":
                 pipe.send_bytes(np.ascontiguousarray(image))
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process once its parent is gone: one that hangs over a file would not hear it from the pipe."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -174,15 +174,21 @@ def test_processes_are_gone_afterwards(way):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_processes_end_with_a_parent_that_is_killed():
+@pytest.mark.parametrize("state", ["idle", "hangs"])
+def test_processes_end_with_a_parent_that_is_killed(state):
     script = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import numpy as np
 from multiprocessing import active_children
 from rsnakit.batches import in_batches
-batches = in_batches(["x"] * 100, lambda path: np.zeros((9, 9), np.uint16), (9, 9), 4, 3)
+def read(path):
+    if path == "hangs":
+        time.sleep(1000)
+    return np.zeros((9, 9), np.uint16)
+batches = in_batches(["x"] * 4 + [{state!r}] * 8, read, (9, 9), 4, 3)
 next(batches)
+time.sleep(0.3)
 print(*(child.pid for child in active_children()), flush=True)
 time.sleep(60)
 """
