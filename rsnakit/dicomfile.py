@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import pydicom
 
+from rsnakit.files import open_regular
+
 MAX_READS = 2**18  # of one file; a large header takes some thousands
 MAX_INFLATED = 2**29  # bytes of a deflated file
 _PIXEL_DATA, _ITEM = 0x7FE00010, b"\xfe\xff\x00\xe0"
@@ -22,7 +24,7 @@ class DicomFile(io.BufferedReader):
     """An open file that bounds what a reader who believes its lengths can make it do. Raises ValueError at a bound."""
 
     def __init__(self, path: str | os.PathLike):
-        super().__init__(io.FileIO(os.fspath(path)))
+        super().__init__(io.FileIO(os.fspath(path), opener=open_regular))
         self._size = os.fstat(self.fileno()).st_size
         self._reads = 0
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -79,6 +80,17 @@ def read_json(path: Path | str) -> dict:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: cut short or damaged, it cannot be read as JSON ({error})") from error
+
+
+def open_regular(path: str, flags: int) -> int:
+    """An opener for `open`: what is no regular file is refused (OSError), where a named pipe would be waited for for ever."""
+    number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode) and not stat.S_ISDIR(
+        os.fstat(number).st_mode
+    ):  # which `open` refuses
+        os.close(number)
+        raise OSError(errno.EINVAL, "not a regular file, but a pipe, a socket or a device", path)
+    return number
 
 
 def free_mb(folder: Path) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from pydicom.dataset import Dataset
 
 from rsnakit.dicom import MAX_PIXELS, DicomError, Stored
+from rsnakit.files import open_regular
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 HEADER_BYTES = 33  # the signature and the chunk IHDR, which comes first in every file
@@ -90,7 +91,7 @@ def read_encoded(path: str | os.PathLike, window: str = "none") -> PngEncoded:
         rsnakit.dicom.DicomError: not PNG, cut short, damaged, or larger than any mammogram.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             start = file.read(HEADER_BYTES)
             header = _parse(start)
             pixel_bytes = _check_size(header)
@@ -108,7 +109,7 @@ def read_encoded(path: str | os.PathLike, window: str = "none") -> PngEncoded:
 def read_header(path: str | os.PathLike) -> PngHeader:
     """What a file says of itself in its first bytes. Raises DicomError where it is no PNG."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             return _parse(file.read(HEADER_BYTES))
     except Exception as error:
         raise DicomError.of(path, error) from error

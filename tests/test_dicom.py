@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import os
 import pickle
 import struct
 import subprocess
@@ -21,7 +22,7 @@ from dicom_files import j2k, jpeg, jpeg_lossless, rle, write
 from pydicom import uid
 from pydicom.encaps import encapsulate, encapsulate_extended
 
-from rsnakit import dicom, dicomfile
+from rsnakit import dicom, dicomfile, png
 from rsnakit.dicom import DicomError, is_blank, read_header, read_stored
 from rsnakit.phantom import draw_breast
 from rsnakit.workers import over_items
@@ -563,3 +564,16 @@ def test_overlay_bits_in_jpeg_lossless_are_masked_and_no_damage(tmp_path):
     image = read_stored(write(tmp_path / "a.dcm", overlay, jpeg_lossless(16), uid.JPEGLosslessSV1))
     np.testing.assert_array_equal(image.pixels, pixels)
     assert "masked" in image.notes[0]
+
+
+@pytest.mark.parametrize("read", [dicom.read_stored, dicom.read_header, png.read_header, png.read_encoded])
+def test_a_pipe_and_a_folder_in_a_files_place_are_refused_at_once(read, tmp_path):
+    """Nobody writes into the pipe: whoever opens it as a file waits for ever."""
+    os.mkfifo(tmp_path / "1.dcm")
+    with pytest.raises(DicomError, match=r"1\.dcm.*not a regular file"):
+        read(tmp_path / "1.dcm")
+    (tmp_path / "2.dcm").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DicomError, match=r"2\.dcm.*directory"):
+        read(tmp_path / "2.dcm")
+    assert len(os.listdir("/proc/self/fd")) == before
