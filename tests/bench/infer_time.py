@@ -8,9 +8,9 @@ is lost. Two sets: the demo's files, and a real mammogram made into files of 409
 Lossless; the model is the demo's, `tf_efficientnet_lite0` at 256x128, one fold. Decoding, model and the whole (`infer.predict`,
 timed from its first file to its last score, so without the loading of the model) take turns; a ratio is of one round, and its
 median, smallest and largest are told. Beside it stands the share of all CPU seconds that decoding and model would have
-needed alone: where a machine has other things to do, that one still tells what is lost here. What is lost is mostly that
-decoding and models drive one another out of the caches; the parent's own work, which takes over images and keeps scores, is
-0.4 ms an image.
+needed alone: where a machine has other things to do, that one still tells what is lost here. The parent's own
+work, which takes over images and keeps scores, is 0.4 ms an image; the rest is that the same work takes more CPU seconds
+beside other work, with which it shares caches and memory, than alone.
 
 Writes infer_time.md and infer_time.json. Takes about two and a half minutes on two cores.
 """
