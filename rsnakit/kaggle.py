@@ -115,7 +115,10 @@ def _parameter(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r}: expected name=value, such as threshold=percentile")
-    return name, yaml.safe_load(value)
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"{text!r}: {value!r} is no value; put quotes around a text") from None
 
 
 def _parser() -> argparse.ArgumentParser:

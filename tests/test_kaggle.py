@@ -70,6 +70,13 @@ def test_without_a_bundle_there_is_nothing_to_rehearse_or_publish(tmp_path, caps
         kaggle.main(["bundle", "first"])
 
 
+@pytest.mark.parametrize("text", ["threshold=[", "threshold", "thresh old=1"])
+def test_what_is_no_parameter_is_said_as_misuse(text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        kaggle.main(["bundle", "first", "--owner", "jane", "-p", text])
+    assert repr(text) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("faults", [(), ("row 3 is missing",)])
 def test_a_rehearsal_that_finds_a_fault_ends_with_an_error(work, faults, monkeypatch, capsys):
     found = rehearsal.Rehearsal(stages=(), projection=None, faults=faults, notes=())
