@@ -30,6 +30,11 @@ RECENT = 32  # batches, whose longest no other shall outlast at the end
 QUEUE = 2  # batches that a device has been given, at most
 
 
+def is_rerun(environ: Environ = None) -> bool:
+    """Whether Kaggle is scoring a submission: nobody looks on, what is not written in the end scores nothing."""
+    return bool((os.environ if environ is None else environ).get("KAGGLE_IS_COMPETITION_RERUN"))
+
+
 def hours(max_hours: float, environ: Environ = None, root: Path = ROOT) -> Choice:
     """The hours that inference may take, infinite for no limit, and why.
 
@@ -38,7 +43,7 @@ def hours(max_hours: float, environ: Environ = None, root: Path = ROOT) -> Choic
             Kaggle scores a submission it is never more than that.
     """
     environ = os.environ if environ is None else environ
-    rerun = bool(environ.get("KAGGLE_IS_COMPETITION_RERUN"))
+    rerun = is_rerun(environ)
     if rerun and max_hours > KAGGLE_HOURS:
         return Choice(KAGGLE_HOURS, f"max_hours is {max_hours:g}, and a submission that is scored may take 9 in all")
     if max_hours:
@@ -75,7 +80,7 @@ def deadline(max_hours: float, environ: Environ = None, root: Path = ROOT) -> tu
     limit = hours(max_hours, environ, root)
     if limit.value == math.inf:
         return math.inf, ""
-    whole = environ.get("KAGGLE_IS_COMPETITION_RERUN") or environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
+    whole = is_rerun(environ) or environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
     begun = started() if whole else time.monotonic()
     return begun + limit.value * 3600, f"{in_words(limit.value * 3600)} for inference ({limit.reason})"
 

@@ -27,6 +27,16 @@ def to_breasts(report: pd.DataFrame, run: Path, how: str = "mean") -> pd.DataFra
     return submission.to_breasts(report, how)
 
 
+def check_threshold(config: InferConfig, run: Path) -> None:
+    """Stops where `choose_threshold` would for want of what the run's summary has; to be asked before anything is scored.
+
+    Raises:
+        rsnakit.runs.RunError: as `choose_threshold`.
+    """
+    if config.threshold in FROM_SUMMARY:
+        _chosen(config, run)
+
+
 def choose_threshold(config: InferConfig, run: Path, breasts: pd.DataFrame | None = None) -> tuple[float | None, str]:
     """The threshold that the settings mean for a run, None for none, and a sentence on where it comes from.
 
@@ -108,14 +118,14 @@ def _chosen(config: InferConfig, run: Path) -> tuple[dict, list[int]]:
     summary, wanted = runs.read_summary(run), f"threshold={config.threshold!r}"
     if summary is None:
         raise runs.RunError(f"{run}: no summary.json, and {wanted} is read from it; run 03_train, or give a number")
-    if summary["folds"] != list(runs.trained_folds(run)):
+    if summary.get("folds") != list(runs.trained_folds(run)):
         raise runs.RunError(
-            f"{run}: the threshold in summary.json is that of folds {summary['folds']}, and there are weights of folds "
+            f"{run}: the threshold in summary.json is that of folds {summary.get('folds')}, and there are weights of folds "
             f"{list(runs.trained_folds(run))}. Run 03_train again, which rewrites it, or give a number."
         )
     chosen = summary.get("by_aggregate", {"mean": summary}).get(config.aggregate)
     kind = "percentile" if config.threshold == "percentile" else "threshold"
-    if chosen is None or kind not in chosen:
+    if chosen is None or chosen.get(kind) is None:
         raise runs.RunError(
             f"{run}: summary.json has no {kind} for aggregate={config.aggregate!r}; an older version of the kit wrote it. "
             "Run 03_train again, which rewrites it, or give a number."

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +29,11 @@ from rsnakit.params import setting
 from rsnakit.preprocess import load_image
 from rsnakit.scored import REPORT_COLUMNS, Scored
 from rsnakit.stopping import Stop
-from rsnakit.submission import SubmissionError, check_submission, write_submission
+from rsnakit.submission import SubmissionError, check_submission, shown, write_files, write_submission
 
 __all__ = [
     "REPORT_COLUMNS", "Ensemble", "InferConfig", "SubmissionError", "check_submission", "load_ensemble", "predict",
-    "refuse_other_settings", "write_submission",
+    "refuse_other_settings", "shown", "write_files", "write_submission",
 ]  # fmt: skip
 
 HEADERS = 100  # looked at before the work begins
@@ -114,7 +113,7 @@ def predict(
         KeyboardInterrupt: Ctrl-C; what was scored until then is in `folder`.
     """
     run, run_config = Path(run), run_config or env.RunConfig()
-    rerun = bool(os.environ.get("KAGGLE_IS_COMPETITION_RERUN"))
+    rerun = budget.is_rerun()
     if rerun and run_config.debug:
         raise ValueError(
             "debug=True scores a few breasts only, and Kaggle is scoring this submission, which would be worthless: set debug "

@@ -1,11 +1,15 @@
 """From a report of images to a submission, and what the competition would say of it."""
 
+import contextlib
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from rsnakit import metrics
+from rsnakit import budget, metrics
 from rsnakit.files import replacing
 
 COLUMNS = ["prediction_id", "cancer"]
@@ -63,6 +67,52 @@ def write_submission(
     with replacing(path) as temporary:
         submission.to_csv(temporary, index=False)
     return submission
+
+
+def write_files(
+    report: pd.DataFrame, breasts: pd.DataFrame, folder: Path | str, threshold: float | None
+) -> pd.DataFrame:
+    """Writes `submission.csv` and then `report.csv`, each whole or not at all.
+
+    In this order, as the report is ten times as long: where the disk is nearly full it must not take the submission's place.
+    While Kaggle scores a submission a report that cannot be written is said, and no more.
+
+    Args:
+        report: as `infer.predict` gives it.
+        breasts: of it, as `to_breasts` gives them.
+        folder: made where there is none.
+        threshold: as in `write_submission`.
+
+    Returns:
+        The submission, as `write_submission`.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    submission = write_submission(breasts, folder / "submission.csv", threshold)
+    try:
+        with replacing(folder / "report.csv") as temporary:
+            report.to_csv(temporary, index=False)
+    except OSError as error:
+        if not budget.is_rerun():
+            raise
+        print(f"NOTE: {error}")
+    return submission
+
+
+def shown(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a function gives that only shows something, such as a figure or a note.
+
+    While Kaggle scores a submission its error is printed, and None given: a notebook that ends with an error is not scored,
+    whatever it has written.
+    """
+    try:
+        return function(*arguments, **options)
+    except Exception:
+        if not budget.is_rerun():
+            raise
+        with contextlib.suppress(OSError):  # of a full disk, too
+            traceback.print_exc()
+        return None
 
 
 def check_submission(submission: Path | str | pd.DataFrame, test: Path | str | pd.DataFrame) -> pd.DataFrame:

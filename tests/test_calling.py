@@ -111,6 +111,38 @@ def test_a_percentile_needs_breasts_and_a_summary_that_has_it(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "summary",
+    [
+        None,  # a run whose summary was not copied
+        {"folds": [0], "threshold": 0.5, "percentile": 98.0},  # of other folds than there are
+        {"threshold": 0.5, "percentile": 98.0},
+        {"folds": [0, 1]},
+        {"folds": [0, 1], "threshold": None, "percentile": None},
+        {"folds": [0, 1], "by_aggregate": {"max": {"threshold": 0.5, "percentile": 98.0}}},
+    ],
+)
+@pytest.mark.parametrize("threshold", ["auto", "percentile"])
+def test_what_a_summary_cannot_give_is_known_before_anything_is_scored(tmp_path, threshold, summary):
+    """With the words that it would have afterwards."""
+    run, config = make_run(tmp_path / "run"), InferConfig(threshold)
+    (run / "summary.json").unlink(missing_ok=True)
+    if summary is not None:
+        (run / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(runs.RunError) as before:
+        calling.check_threshold(config, run)
+    with pytest.raises(runs.RunError) as after:
+        calling.choose_threshold(config, run, breasts_of(4, 2))
+    assert str(before.value) == str(after.value)
+    for other in (InferConfig("none"), InferConfig(0.5)):  # which ask the summary for nothing
+        calling.check_threshold(other, run)
+
+
+@pytest.mark.parametrize("threshold", ["auto", "percentile"])
+def test_what_a_summary_can_give_is_no_fault(tmp_path, threshold):
+    calling.check_threshold(InferConfig(threshold, "max"), with_summary(tmp_path / "run", 90.0))
+
+
+@pytest.mark.parametrize(
     ("percentile", "n", "called", "far"),
     [
         # Wilson's 95 % intervals, z = 1.96: of 0 in 24 it ends at z^2 / (24 + z^2) = 0.138, of all 24 it begins at 0.862.
