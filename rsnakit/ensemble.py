@@ -2,23 +2,19 @@
 
 import contextlib
 import copy
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from rsnakit import env, models, runs
+from rsnakit.crew import Crew, in_line
 from rsnakit.preprocess import PreprocessConfig
 from rsnakit.replica import TTA, Pass, Replica, levels
 
 __all__ = ["TTA", "Ensemble", "Pass", "Scorer", "devices_of", "levels", "load_ensemble"]
-
-AHEAD = 2  # batches for each thread that are under way: the one it is at, and the next
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,11 @@ class Ensemble:
         return next(iter(self.models.values())).config.views != "none"
 
 
-def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
+def load_ensemble(run: Path, device: str = "cpu", keep_going: bool = False) -> Ensemble:
     """Rebuilds the models of all folds that a run has, from its own files alone.
+
+    Args:
+        keep_going: folds that cannot be read are left out, and that is said, as long as there is one that can.
 
     Raises:
         rsnakit.runs.RunError: no fold is trained, or the folds were trained on differently prepared pixels.
@@ -51,10 +50,19 @@ def load_ensemble(run: Path, device: str = "cpu") -> Ensemble:
     folders = runs.trained_folds(run)
     if not folders:
         raise runs.RunError(f"{run}: no fold with best.safetensors and model.json; 03_train makes one")
-    built, described = {}, {}
+    built, described, errors = {}, {}, []
     for fold, folder in folders.items():
-        described[fold] = runs.read_model(folder)
-        built[fold] = models.load_model(folder).to(device, memory_format=torch.channels_last)
+        try:
+            net, described[fold] = models.load_model(folder), runs.read_model(folder)
+        except Exception as error:
+            if not keep_going:
+                raise
+            errors.append(error)
+            print(f"NOTE: fold {fold} cannot be read, and is left out ({in_line(error)})")
+        else:
+            built[fold] = net.to(device, memory_format=torch.channels_last)
+    if not built:
+        raise errors[0]
     first, *others = described.values()
     for other in others:
         differences = runs.compare(first["preprocess"], other["preprocess"])
@@ -92,10 +100,12 @@ class Scorer:
         precision: fp32, bf16 or fp16, as `env.choose_precision` gives it.
         compile: off, default or max-autotune. Where it would not work, or fails, the models run uncompiled, and that is said.
         batch_size: images that a model sees at a time at most.
+        keep_going: whatever can be done without is, and that is said: a fold that cannot be read, a device that models cannot
+            be brought to. Where no device is left, at first or later, the CPU goes on.
 
     Attributes:
-        ensemble: the models on the first device.
-        devices: as given.
+        devices: as given, without those that models could not be brought to.
+        precision: as given; of a CPU that stands in for all devices, fp32.
     """
 
     def __init__(
@@ -105,20 +115,42 @@ class Scorer:
         precision: str = "fp32",
         compile: str = "off",
         batch_size: int = 8,
+        keep_going: bool = False,
     ) -> None:
-        self.devices, self.precision = list(devices), precision
-        self.ensemble = load_ensemble(run, self.devices[0])
+        self.precision, self.batch_size, self.keep_going = precision, batch_size, keep_going
+        self._on_cpu = load_ensemble(run, "cpu", keep_going)
         self._of_device: dict[str, Replica] = {}
-        for name in self.devices:
-            if name not in self._of_device:
-                nets = self.ensemble.models
-                if self._of_device:
-                    nets = {fold: copy.deepcopy(net).to(name) for fold, net in nets.items()}
-                mode = env.choose_compile(name, compile)
-                if compile != "off":
-                    print(f"compile on {name}: {mode.value}: {mode.reason}")
-                by_breast = self.ensemble.by_breast
-                self._of_device[name] = Replica(nets, name, precision, mode.value, batch_size, by_breast)
+        for name in dict.fromkeys(devices):
+            try:
+                self._of_device[name] = self._replica(name, precision, compile)
+            except Exception as error:
+                if not keep_going or name == "cpu":
+                    raise
+                print(f"NOTE: the models cannot be brought to {name}, which is done without ({in_line(error)})")
+        self.devices = [name for name in devices if name in self._of_device]
+        if not self.devices:
+            self.devices, self.precision = ["cpu"], "fp32"
+            self._of_device["cpu"] = self._replica("cpu", "fp32", "off")
+        count = env.cores() if self.devices == ["cpu"] else 1
+        self._places = [self._of_device[name] for name in self.devices for _ in range(count)]
+
+    def _replica(self, name: str, precision: str, compile: str) -> Replica:
+        nets, mode = self._on_cpu.models, env.choose_compile(name, compile)
+        if name != "cpu":
+            nets = {fold: copy.deepcopy(net).to(name) for fold, net in nets.items()}
+        if compile != "off":
+            print(f"compile on {name}: {mode.value}: {mode.reason}")
+        return Replica(nets, name, precision, mode.value, self.batch_size, self._on_cpu.by_breast)
+
+    @property
+    def ensemble(self) -> Ensemble:
+        """The models on the first device that has not failed; where all have, on the CPU."""
+        return replace(self._on_cpu, models=self._places[0].models) if self._places else self._on_cpu
+
+    @property
+    def on_cpu(self) -> Ensemble:
+        """The models on the CPU, whatever has become of devices."""
+        return self._on_cpu
 
     def score(self, images: np.ndarray, passes: Sequence[Pass], device: str | None = None) -> dict[Pass, np.ndarray]:
         """What the models on one of `devices`, the first if not given, make of images: see `Replica.score`."""
@@ -133,16 +165,18 @@ class Scorer:
         """Scores batches, with a thread for each device; a CPU alone has one for each core, as two that share no images need
         not wait for one another in each layer.
 
-        Whatever is raised, here, in a thread or by Ctrl-C, comes through once the threads have ended, which they do after the
-        batch that they are at. At most `AHEAD` batches a thread are held.
+        A device that fails is done without, and an image that models fail over has NaN (see `crew`). Whatever else is raised,
+        here, in a thread or by Ctrl-C, comes through once the threads have ended, which they do after the batch that they are
+        at; so does the error of the last device, and one that no image is spared. At most `crew.AHEAD` batches a thread are
+        held.
 
         Args:
             batches: dicts with `image`, as `batches.in_batches` yields them, which are asked for in this thread.
             passes: asked in a device's thread when it begins a batch, and by several at once.
-            take: called in this thread with each batch once, in any order: what was yielded, `score`'s answer, and the seconds
-                that the device took.
+            take: called in this thread with each batch once, in any order: what was yielded, where images failed with `errors`
+                by their places in it; `score`'s answer; and the seconds that the device took.
         """
-        crew = _Crew(self._threads(), passes)
+        crew = Crew(self._places, passes, self._spare, self.keep_going)
         try:
             for batch in batches:
                 for done in crew.give(batch):
@@ -154,56 +188,11 @@ class Scorer:
             if hasattr(batches, "close"):
                 batches.close()
 
-    def _threads(self) -> list["Replica"]:
-        count = env.cores() if self.devices == ["cpu"] else 1
-        return [self._of_device[name] for name in self.devices for _ in range(count)]
-
-
-class _Crew:
-    """Threads that score batches, each on its device."""
-
-    def __init__(self, places: Sequence[Replica], passes: Callable[[], Sequence[Pass]]) -> None:
-        self.todo, self.done = queue.SimpleQueue(), queue.SimpleQueue()
-        self.places, self.passes, self.threads = places, passes, []
-        self.under_way, self.stop, self.torch_threads = 0, False, torch.get_num_threads()
-
-    def give(self, batch: dict) -> Iterator[tuple[dict, dict, float]]:
-        """Hands out a batch, and yields what is done; it waits while there is no room for another batch."""
-        if not self.threads:  # not sooner: the processes that read are forked by now
-            self.threads = [threading.Thread(target=self._work, args=(place,), daemon=True) for place in self.places]
-            for thread in self.threads:
-                thread.start()
-        self.todo.put(batch)
-        self.under_way += 1
-        while self.under_way >= AHEAD * len(self.threads) or not self.done.empty():
-            yield self._next()
-
-    def rest(self) -> Iterator[tuple[dict, dict, float]]:
-        while self.under_way:
-            yield self._next()
-
-    def end(self) -> None:
-        self.stop = True
-        for _ in self.threads:
-            self.todo.put(None)
-        for thread in self.threads:
-            thread.join()
-        torch.set_num_threads(self.torch_threads)
-
-    def _next(self) -> tuple[dict, dict, float]:
-        found = self.done.get()
-        if isinstance(found, BaseException):
-            raise found
-        self.under_way -= 1
-        return found
-
-    def _work(self, place: Replica) -> None:
-        try:
-            if place.device.startswith("cpu"):
-                torch.set_num_threads(1)
-            while (batch := self.todo.get()) is not None and not self.stop:
-                passes, begun = tuple(self.passes()), time.perf_counter()
-                outputs = place.score(batch["image"], passes)
-                self.done.put((batch, outputs, time.perf_counter() - begun))
-        except BaseException as error:  # the caller's thread raises it
-            self.done.put(error)
+    def _spare(self) -> list[Replica]:
+        """What goes on where no device is left: all cores, where they have not been at it."""
+        if not self.keep_going or "cpu" in self.devices:
+            return []
+        print("NOTE: no device is left, and the CPU goes on")
+        return [
+            Replica(self._on_cpu.models, "cpu", "fp32", "off", self.batch_size, self._on_cpu.by_breast)
+        ] * env.cores()

@@ -55,12 +55,16 @@ class Replica:
         mode: off, or a mode of `torch.compile`. Where compiling fails the models run uncompiled, and that is said.
         limit: images that are shown at a time at most; compiled code is for just as many.
         by_breast: whether features are asked for, and not logits.
+
+    Attributes:
+        pinned: whether images come to the device by way of locked memory.
     """
 
     def __init__(
         self, nets: Mapping[int, torch.nn.Module], device: str, precision: str, mode: str, limit: int, by_breast: bool
     ) -> None:
         self.device, self.precision, self.limit, self.compiled = device, precision, limit, mode != "off"
+        self.models, self.pinned = dict(nets), device.startswith("cuda")
         self.plain = {fold: _function_of(net, by_breast) for fold, net in nets.items()}
         # On the device: CUDA multiplies by the reciprocal of a number that is not, which may be off by a bit.
         self.scale = torch.tensor(float(MAX_VALUE), device=device)
@@ -101,7 +105,7 @@ class Replica:
     def _to_device(self, images: np.ndarray) -> torch.Tensor:
         """(B, 1, H, W) float32 in [0, 1]."""
         whole = torch.from_numpy(images.view(np.int16))  # of 12 bits; not all devices know uint16
-        if self.device.startswith("cuda"):
+        if self.pinned:
             whole = whole.pin_memory()
         return whole.to(self.device, non_blocking=True).float() / self.scale
 
@@ -134,7 +138,8 @@ class Replica:
                     f"NOTE: {self.device} has no room for {count} images at a time, and gets {self.limit} from here on"
                 )
         if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # of another device, which has failed
+                torch.cuda.empty_cache()
 
     def _outputs(self, pixels: torch.Tensor, passes: Sequence[Pass], precision: str) -> dict[Pass, np.ndarray]:
         """Outputs of images (B, 1, H, W) by pass, all of them taken off the device at once."""

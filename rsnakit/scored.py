@@ -39,7 +39,8 @@ class Scored:
         )  # memory is taken as it is filled
 
     def records(self, rows: np.ndarray, batch: Mapping, outputs: Mapping[Pass, np.ndarray]) -> list[Record]:
-        """What a batch says of the table's rows."""
+        """What a batch, and what `Scorer.run` says of it, say of the table's rows."""
+        errors = batch.get("errors", {})
         places = [self.passes.index(each) for each in outputs]
         asked, whole = (
             sum(1 << place for place in places),
@@ -55,7 +56,7 @@ class Scored:
                 else 0
             )
             if status == "ok" and not used:
-                status, reason = "failed", NOT_FINITE
+                status, reason = "failed", errors.get(i, NOT_FINITE)
             if self.shape:
                 features = np.zeros(self.shape, np.float32)
                 if used:

@@ -309,7 +309,7 @@ def test_what_is_raised_anywhere_comes_through(run, where):
     scorer, closed, counted = Scorer(run, ["cpu", "cpu"]), [], itertools.count()
 
     def trouble(here: str) -> None:
-        if where == here and next(counted) == 4:
+        if where == here and next(counted) >= 4:
             raise Trouble(here)
 
     def batches():
@@ -349,6 +349,191 @@ def test_ctrl_c_ends_it_while_it_waits_for_a_device(run):
         scorer.run(batches_of(50), lambda: FIRST, lambda *_: None)
     assert go_on.is_set()
     assert not any("_work" in thread.name for thread in threading.enumerate())
+
+
+# What fails
+
+
+def failing(monkeypatch, fails) -> None:
+    """Lets `Replica.score` raise where `fails(replica, images)` says so."""
+    score = Replica.score
+
+    def score_or_fail(self, images, passes):
+        if fails(self, images):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return score(self, images, passes)
+
+    monkeypatch.setattr(Replica, "score", score_or_fail)
+
+
+def scores_of(scorer: Scorer, batches: list[dict]) -> tuple[dict, dict]:
+    """First fold's outputs by batch, each taken once, and the errors by batch and place."""
+    taken, errors = {}, {}
+
+    def take(batch: dict, outputs: dict, seconds: float) -> None:
+        assert batch["number"] not in taken
+        taken[batch["number"]] = outputs[Pass(0)]
+        errors.update({(batch["number"], place): error for place, error in batch.get("errors", {}).items()})
+
+    scorer.run(iter(batches), lambda: FIRST, take)
+    assert not any("_work" in thread.name for thread in threading.enumerate())
+    return taken, errors
+
+
+@pytest.mark.parametrize("batch", range(0, 12, 5))
+def test_one_device_that_fails_leaves_its_work_to_the_others(run, monkeypatch, capsys, three_threads, batch):
+    """From the first batch that it gets, or later; none is lost or done twice."""
+    batches, bad, counted = batches_of(12), [], itertools.count()
+    whole, _ = scores_of(Scorer(run, ["cpu", "cpu"], batch_size=3), batches)
+
+    def fails(replica: Replica, images: np.ndarray) -> bool:
+        if next(counted) == batch:
+            bad.append(threading.get_ident())
+        return threading.get_ident() in bad
+
+    failing(monkeypatch, fails)
+    taken, errors = scores_of(Scorer(run, ["cpu", "cpu"], batch_size=3), batches)
+    assert sorted(taken) == list(range(12)) and not errors and len(bad) == 1
+    for number in taken:
+        np.testing.assert_array_equal(taken[number], whole[number])
+    assert capsys.readouterr().out.count("NOTE: cpu fails, and is done without (RuntimeError: CUDA error") == 1
+    assert torch.get_num_threads() == 3
+
+
+def test_where_the_last_device_fails_the_cpu_goes_on_if_asked(run, monkeypatch, capsys):
+    """Two devices that fail at their first batch; and again, once they are known."""
+    failing(monkeypatch, lambda replica, images: replica.device == "cpu:0")
+    batches = batches_of(9)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        scores_of(Scorer(run, ["cpu:0", "cpu:0"]), batches)
+    scorer = Scorer(run, ["cpu:0", "cpu:0"], keep_going=True)
+    for _ in range(2):
+        taken, errors = scores_of(scorer, batches)
+        assert sorted(taken) == list(range(9)) and not errors
+    net = models.load_model(run / "fold0")
+    np.testing.assert_allclose(taken[4], by_hand(net, batches[4]["image"], ()), atol=1e-5)
+    assert next(scorer.ensemble.models[0].parameters()).device == torch.device("cpu")
+    said = capsys.readouterr().out
+    assert said.count("cpu:0 fails") == 3 and said.count("NOTE: no device is left, and the CPU goes on") == 2
+
+
+def test_where_everything_fails_it_ends_with_the_error(run, monkeypatch):
+    failing(monkeypatch, lambda replica, images: True)
+    for devices in (["cpu"], ["cpu", "cpu"], ["cpu:0", "cpu:0"]):
+        for keep_going in (False, True):
+            scorer = Scorer(run, devices, keep_going=keep_going)
+            for error in ("illegal memory", "illegal memory|no device is left"):
+                with pytest.raises(RuntimeError, match=error):
+                    scores_of(scorer, batches_of(20))
+
+
+def bright(images: np.ndarray) -> np.ndarray:
+    return (images == 5000).any((1, 2, 3))
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_images_that_models_fail_over_cost_themselves(run, monkeypatch, capsys, devices):
+    """In three batches of twelve, one of which has nothing else; an error of a batch alone, which is over, costs nothing."""
+    batches = batches_of(12)
+    whole, _ = scores_of(Scorer(run, devices, batch_size=3), batches)
+    bad = {(2, 1), (7, 0), (7, 2), (9, 0), (9, 1), (9, 2)}
+    for number, place in bad:
+        batches[number]["image"][place, 0, 0, 0] = 5000
+    once = itertools.count()
+    failing(monkeypatch, lambda replica, images: bright(images).any() or (len(images) == 3 and next(once) == 3))
+    taken, errors = scores_of(Scorer(run, devices, batch_size=3), batches)
+    assert set(errors) == bad
+    assert set(errors.values()) == {
+        "the model failed: RuntimeError: CUDA error: an illegal memory access was encountered"
+    }
+    for number in range(12):
+        kept = [place for place in range(3) if (number, place) not in bad]
+        np.testing.assert_allclose(taken[number][kept], whole[number][kept], atol=1e-5)
+        assert np.isnan(np.delete(taken[number], kept)).all() and taken[number].shape == (3,)
+    assert "NOTE: 3 of 3 images of a batch: the model failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [2, 50])
+def test_an_error_that_spares_no_image_is_no_images_error(run, monkeypatch, count):
+    """Of code that fails over whatever is not black; of a few batches, too. Where it has to go on, it does."""
+    failing(monkeypatch, lambda replica, images: images.any())
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        scores_of(Scorer(run, ["cpu", "cpu"]), batches_of(count))
+    taken, errors = scores_of(Scorer(run, ["cpu", "cpu"], keep_going=True), batches_of(count))
+    assert len(errors) == 3 * count and all(np.isnan(found).all() for found in taken.values())
+
+
+def test_a_batch_that_loses_a_device_half_way_goes_to_another(run, monkeypatch):
+    """An image may leave a device in ruins: what it is asked from then on it fails over, too."""
+    batches, ruined = batches_of(6), set()
+    batches[3]["image"][1, 0, 0, 0] = 5000
+    whole, _ = scores_of(Scorer(run, ["cpu", "cpu"], batch_size=3), batches)
+
+    def fails(replica: Replica, images: np.ndarray) -> bool:
+        if len(images) == 1 and bright(images).any() and not ruined:
+            ruined.add(threading.get_ident())
+        return threading.get_ident() in ruined or (len(images) == 3 and bright(images).any())
+
+    failing(monkeypatch, fails)
+    taken, errors = scores_of(Scorer(run, ["cpu", "cpu"], batch_size=3), batches)
+    assert len(ruined) == 1 and not errors
+    for number in range(6):
+        np.testing.assert_allclose(taken[number], whole[number], atol=1e-5)
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_fewer_threads_than_devices(run, monkeypatch, capsys, allowed):
+    start, counted = threading.Thread.start, itertools.count()
+
+    def refuse(thread: threading.Thread) -> None:
+        if "_work" in thread.name and next(counted) >= allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    scorer = Scorer(run, ["cpu", "cpu", "cpu"])
+    if not allowed:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            scores_of(scorer, batches_of(5))
+    else:
+        assert sorted(scores_of(scorer, batches_of(5))[0]) == list(range(5))
+        assert "NOTE: models run in 1 of 3 threads; no more are to be had" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("full", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_a_device_without_room_for_the_models_is_done_without_if_asked(run, monkeypatch, capsys, full):
+    to = nn.Module.to
+
+    def no_room(net: nn.Module, device: str = "", **options) -> nn.Module:
+        if device in full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return to(net, "cpu" if device.startswith("cpu") else device, **options)
+
+    monkeypatch.setattr(nn.Module, "to", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        Scorer(run, ["cpu:0", "cpu:1"], "bf16")
+    scorer, images = Scorer(run, ["cpu:0", "cpu:1"], "bf16", keep_going=True), images_of(2)
+    assert (scorer.devices, scorer.precision) == ((["cpu"], "fp32") if len(full) == 2 else (["cpu:1"], "bf16"))
+    said = capsys.readouterr().out
+    for name in full:
+        assert f"NOTE: the models cannot be brought to {name}, which is done without (OutOfMemoryError: CUDA" in said
+    expected = by_hand(models.load_model(run / "fold0"), images, ())
+    np.testing.assert_allclose(scorer.score(images, FIRST)[Pass(0)], expected, atol=1e-5 if len(full) == 2 else 0.1)
+
+
+def test_a_fold_that_cannot_be_read_is_left_out_if_asked(tmp_path, capsys):
+    run = make_run(tmp_path, folds=3)
+    for fold, size in ((1, 100), (2, 50_000)):
+        os.truncate(run / f"fold{fold}" / "best.safetensors", size)
+    with pytest.raises(models.WeightsError, match="fold1"):
+        ensemble.load_ensemble(run)
+    found = ensemble.load_ensemble(run, keep_going=True)
+    assert list(found.models) == [0] and found.prior == pytest.approx(0.1)
+    said = capsys.readouterr().out
+    assert "NOTE: fold 1 cannot be read, and is left out (WeightsError: " in said and "NOTE: fold 2 cannot" in said
+    os.truncate(run / "fold0" / "best.safetensors", 100)
+    with pytest.raises(models.WeightsError, match="fold0"):
+        ensemble.load_ensemble(run, keep_going=True)
 
 
 def test_which_devices_share_the_work(monkeypatch):

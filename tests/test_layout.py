@@ -31,7 +31,7 @@ LADDER = (
         "demo", "recipe", "loop",
     ),
     (
-        "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "ensemble", "scored", "infer",
+        "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "crew", "ensemble", "scored", "infer",
         "calling", "evaluation", "comparing", "viewer",
     ),
     ("parcel", "bundle", "hidden", "checking", "rehearsal", "publishing", "kaggle"),
