@@ -69,9 +69,8 @@ def load_table(root: Path | str, split: str) -> pd.DataFrame:
         table = table[~repeated]
     _check_ids(table, path)
     _check_values(table, path, split)
-    folder = Path(root) / f"{split}_images"
     table = table.assign(
-        path=[folder / p / f"{i}.dcm" for p, i in zip(table["patient_id"], table["image_id"], strict=True)],
+        path=_paths(table, Path(root) / f"{split}_images"),
         breast_id=table["patient_id"] + "_" + table["laterality"],
     )
     if split == "train":
@@ -81,6 +80,21 @@ def load_table(root: Path | str, split: str) -> pd.DataFrame:
         _check_one_value(table, path, "breast_id", "prediction_id")
         _check_one_value(table, path, "prediction_id", "breast_id")
     return table.reset_index(drop=True)
+
+
+def _paths(table: pd.DataFrame, folder: Path) -> list[Path]:
+    """The images' DICOM files. Ids that went through floats, such as 1519946254.0, lead to the files of the whole numbers."""
+    patients, images = table["patient_id"], table["image_id"]
+    if not (folder / patients.iloc[0]).exists():
+        patients = _whole_numbers(patients)
+    if not (folder / patients.iloc[0] / f"{images.iloc[0]}.dcm").exists():
+        images = _whole_numbers(images)
+    return [folder / patient / f"{image}.dcm" for patient, image in zip(patients, images, strict=True)]
+
+
+def _whole_numbers(ids: pd.Series) -> pd.Series:
+    """Ids without a fraction of zeros, where all have one; else as they are."""
+    return ids.str.replace(r"\.0+$", "", regex=True) if ids.str.fullmatch(r"\d+\.0+").all() else ids
 
 
 def with_png(table: pd.DataFrame, folder: Path | str) -> pd.DataFrame:

@@ -134,6 +134,19 @@ def test_integers_beside_floats_are_refused(tmp_path):
     refused(tmp_path, "train", ["1,7,10,R,CC,50,0", "1,8.0,20,R,CC,50,0"], "patient_id", "'8.0'", "'7'")
 
 
+@pytest.mark.parametrize("named", ["1519946254", "1519946254.0"])
+def test_ids_that_went_through_floats_lead_to_the_files(tmp_path, named):  # I02
+    """The ids stay as they are written; files that are named so, too, are found as well."""
+    (tmp_path / "test.csv").write_text(
+        "patient_id,image_id,laterality,view,prediction_id\n7.0,1519946254.0,L,CC,7.0_L\n7.0,4294967301.0,L,MLO,7.0_L\n"
+    )
+    (tmp_path / "test_images" / "7").mkdir(parents=True)
+    (tmp_path / "test_images" / "7" / f"{named}.dcm").touch()
+    table = load_table(tmp_path, "test")
+    assert table["path"][0] == tmp_path / "test_images" / "7" / f"{named}.dcm"
+    assert table["image_id"].tolist() == ["1519946254.0", "4294967301.0"] and table["breast_id"][0] == "7.0_L"
+
+
 @pytest.mark.parametrize("ids", [("10", "100"), ("0a", "a"), ("1.2.0", "1.2"), ("0010", "1000"), ("a.0", "a")])
 def test_different_ids_are_not_taken_for_one(tmp_path, ids):
     write(tmp_path, "train", [f"1,{p},{n},R,CC,50,0" for n, p in enumerate(ids)])
