@@ -1,21 +1,35 @@
 """What a run of the inference notebook left: which cell stopped it, whether each image got its row and status, what was
-written and where."""
+written and where; and what its code names that only this machine has."""
 
+import ast
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pandas as pd
 
-from rsnakit import dicom
+from rsnakit import dicom, metrics, submission
 from rsnakit.hidden import HiddenSet
 from rsnakit.sandbox import Outcome
-from rsnakit.submission import check_submission
 
 SHOWN = 3  # examples in a sentence
 LINES = 6  # of an error
+# Of a notebook with two T4: kaggle.com/docs/notebooks, technical specifications.
+DISK_GB = 20.0  # of /kaggle/working
+MEMORY_GB = 29.0
+# An absolute path, and whose first part every Linux has.
+ABSOLUTE = re.compile(r"/[\w.+@~-]+(/[\w.+@~ -]*)*|[A-Za-z]:[\\/].*")
+EVERYWHERE = ("bin", "dev", "etc", "kaggle", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr", "var")
+SHELL = (
+    "system",
+    "getoutput",
+    "run_line_magic",
+    "run_cell_magic",
+)  # what IPython makes of lines that begin with ! and %
+NEAR = 1e-6  # between what a table says and what is made of it again
 
 
 def what_failed(executed: Path, outcome: Outcome) -> str:
@@ -31,6 +45,63 @@ def what_failed(executed: Path, outcome: Outcome) -> str:
 def seconds_of_cells(executed: Path) -> tuple[float, ...]:
     """Seconds of each code cell, as papermill notes them; 0 of one that did not run."""
     return tuple(cell.metadata.get("papermill", {}).get("duration") or 0.0 for cell in _code_cells(executed))
+
+
+def over_limits(outcome: Outcome) -> list[str]:
+    """What a run took and Kaggle has not."""
+    faults = []
+    if outcome.peak_disk > DISK_GB * 1e9:
+        faults.append(f"{outcome.peak_disk / 1e9:.1f} GB were in /kaggle/working, which holds {DISK_GB:.0f}")
+    if outcome.peak_memory > MEMORY_GB * 1e9:
+        faults.append(
+            f"it took {outcome.peak_memory / 1e9:.1f} GB of memory, and Kaggle's machine with two T4 has {MEMORY_GB:.0f}; "
+            "-p n_jobs 4 has as many processes decode as there, and a smaller infer_batch_size holds fewer images"
+        )
+    return faults
+
+
+def check_code(notebook: Path) -> tuple[list[str], list[str]]:
+    """Faults and notes on what a notebook's code names by a path that is none of Kaggle's.
+
+    A path that is there on this machine is a fault: here it may do, and on Kaggle it will not. A use of $RSNAKIT_ROOT that
+    does without a default of / is noted: a rehearsal sets it, and Kaggle does not.
+    """
+    faults, notes = [], []
+    for number, cell in enumerate(_code_cells(notebook), 1):
+        paths, asks = _named_in(cell.source)
+        for path in paths:
+            known = Path(path).parts[1:2] and Path(path).parts[1] in EVERYWHERE
+            if Path(path).exists() and not known:
+                faults.append(f"code cell {number} names {path}, which is there on this machine and not on Kaggle")
+            elif not known:
+                notes.append(f"code cell {number} names {path}, which is none of Kaggle's folders")
+        if asks:
+            notes.append(f"code cell {number} uses $RSNAKIT_ROOT, which Kaggle does not set: / has to be its default")
+    return faults, notes
+
+
+def _named_in(code: str) -> tuple[list[str], bool]:
+    """Absolute paths in a cell's texts, in order, and whether it asks for $RSNAKIT_ROOT without a default."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    try:
+        nodes = list(ast.walk(ast.parse(TransformerManager().transform_cell(code))))
+    except SyntaxError:  # the run says so
+        return [], False
+    found, with_default, continued = [], set(), set()
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            texts = [part.value for part in node.args if isinstance(part, ast.Constant)]
+            if isinstance(node.func, ast.Attribute) and node.func.attr in SHELL:
+                found += [word for text in texts for word in re.split(r"[\s'\"=]+", str(text))]
+            if texts[:1] == ["RSNAKIT_ROOT"] and len(texts) > 1:
+                with_default.add(id(node.args[0]))
+        elif isinstance(node, ast.JoinedStr):
+            continued.update(map(id, node.values[1:]))
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found += [node.value for node in texts if id(node) not in continued]
+    asks = any(node.value == "RSNAKIT_ROOT" and id(node) not in with_default for node in texts)
+    return list(dict.fromkeys(filter(ABSOLUTE.fullmatch, found))), asks
 
 
 def _code_cells(executed: Path) -> list[nbformat.NotebookNode]:
@@ -57,11 +128,11 @@ def changes(before: Mapping, after: Mapping) -> list[str]:
 
 def check(working: Path, test: HiddenSet) -> tuple[pd.DataFrame | None, list[str], list[str]]:
     """The report that a run left, faults and notes."""
-    faults, notes = [], []
+    faults, notes, submitted = [], [], None
     there = {path.relative_to(working).as_posix(): path.stat().st_size for path in working.rglob("*") if path.is_file()}
     if "submission.csv" in there:
         try:
-            check_submission(working / "submission.csv", test.folder / "test.csv")
+            submitted = submission.check_submission(working / "submission.csv", test.folder / "test.csv")
         except ValueError as error:  # and what pandas says of no csv
             faults.append(f"submission.csv: {error}")
     else:
@@ -84,6 +155,9 @@ def check(working: Path, test: HiddenSet) -> tuple[pd.DataFrame | None, list[str
     except (ValueError, KeyError) as error:
         return None, [*faults, f"report.csv cannot be used: {error}"], notes
     more, told = _check_images(found)
+    if submitted is not None and not found["status_found"].isna().any():
+        contradicted, noted = _compare(submitted, frame.reset_index())
+        more, told = more + contradicted, told + noted
     return frame, faults + more, notes + told
 
 
@@ -113,6 +187,61 @@ def _check_images(found: pd.DataFrame) -> tuple[list[str], list[str]]:
     for reason, count in reasons.value_counts().head(SHOWN).items():
         notes.append(f"{count} images: {reason}")
     return faults, notes
+
+
+def _compare(submitted: pd.DataFrame, report: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """Whether the submission is what the report's scores lead to.
+
+    The kit's own ways to a breast's score, cut by one threshold or not at all, are right. Whoever has a way of their own is
+    told so; no way leads to a breast whose every image has a lower score than all images of another one, and that is
+    predicted above it.
+
+    Args:
+        submitted: as `check_submission` gives it.
+        report: a row for each image of test.csv.
+    """
+    predicted, notes = submitted.set_index("prediction_id")["cancer"], []
+    if len(predicted) > 1 and predicted.nunique() == 1:
+        notes.append(f"all {len(predicted)} breasts have the same prediction, {predicted.iloc[0]:g}")
+    report = report.assign(score=pd.to_numeric(report["score"], errors="coerce"))
+    lacking = report["score"].isna()
+    if lacking.any():
+        return [f"report.csv has no score for {lacking.sum()} images, {_some(report.loc[lacking, 'image_id'])}"], notes
+    by_breast = report.groupby("prediction_id", sort=False)["score"]
+    low, high = by_breast.min().reindex(predicted.index), by_breast.max().reindex(predicted.index)
+    if low.isna().any():
+        return [f"report.csv has no prediction_id {_some(low.index[low.isna()])}"], notes
+    if any(_leads_to(report, how, predicted) for how in metrics.HOWS):
+        return [], notes
+    order = np.argsort(low.to_numpy())
+    least = np.minimum.accumulate(predicted.to_numpy()[order][::-1])[
+        ::-1
+    ]  # predicted of those with a higher lowest score
+    above = np.searchsorted(low.to_numpy()[order], high.to_numpy() + NEAR, side="right")
+    wrong = predicted.to_numpy() > np.append(least, np.inf)[above] + NEAR
+    if wrong.any():
+        name = predicted.index[wrong][0]
+        return [
+            f"submission.csv contradicts report.csv: {wrong.sum()} breasts are predicted above others all of whose images "
+            f"have higher scores, {name} among them with {predicted[name]:g}"
+        ], notes
+    notes.append("submission.csv is not what the kit makes of report.csv's scores, by any aggregate and threshold")
+    return [], notes
+
+
+def _leads_to(report: pd.DataFrame, how: str, predicted: pd.Series) -> bool:
+    """Whether the images' scores, brought to breasts in a way, are the predictions, or are where one threshold cuts them."""
+    try:
+        breasts = submission.to_breasts(report, how).set_index("prediction_id")["score"]
+    except ValueError:  # no scores of the kit's
+        return False
+    scores = breasts.reindex(predicted.index).clip(0, 1).to_numpy()
+    cancer = predicted.to_numpy()
+    if np.allclose(scores, cancer, rtol=0, atol=NEAR):
+        return True
+    called = cancer == 1
+    cut = (called | (cancer == 0)).all()
+    return bool(cut and (called.all() or not called.any() or scores[called].min() >= scores[~called].max() - NEAR))
 
 
 def _is_blank(path: Path) -> bool:

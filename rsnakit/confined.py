@@ -14,11 +14,12 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # Of <linux/sched.h>, <sys/mount.h>, <sys/prctl.h>, <linux/sockios.h> and <net/if.h>.
 NEW_MOUNTS, NEW_USER, NEW_NETWORK = 0x20000, 0x10000000, 0x40000000
-READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 32, 4096, 16384, 1 << 18
+READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 DIES_WITH_PARENT, ADOPTS_ORPHANS = 1, 36
 GET_FLAGS, SET_FLAGS, IS_UP = 0x8913, 0x8914, 1
 
@@ -31,13 +32,18 @@ def _inside(spec: dict) -> None:
         if os.getppid() != spec["parent"]:
             return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    _unshare(libc, spec["network"] * NEW_NETWORK | bool(spec["mounts"]) * NEW_MOUNTS)
+    own_mounts = bool(spec["mounts"] or spec["hide"])
+    _unshare(libc, spec["network"] * NEW_NETWORK | own_mounts * NEW_MOUNTS)
     if spec["network"]:
         _raise_loopback()
-    if spec["mounts"]:
+    if own_mounts:
+        os.chdir("/")  # out of what is hidden
         _call(libc.mount, b"none", b"/", None, RECURSIVE | PRIVATE, None)
-        for folder in spec["mounts"]:
-            _mount_read_only(libc, os.fsencode(folder))
+        for folder in sorted(spec["hide"], key=len):
+            _hide(libc, folder, spec["keep"])
+        for folder in map(os.fsencode, spec["mounts"]):
+            _call(libc.mount, folder, folder, None, BIND, None)
+            _make_read_only(libc, folder)
     own = Path(spec["own"])
     try:
         child = subprocess.Popen(spec["command"], cwd=spec["folder"], env=spec["environ"])
@@ -73,8 +79,25 @@ def _raise_loopback() -> None:
         fcntl.ioctl(s, SET_FLAGS, struct.pack("16sh14x", b"lo", flags | IS_UP))
 
 
-def _mount_read_only(libc: ctypes.CDLL, folder: bytes) -> None:
-    _call(libc.mount, folder, folder, None, BIND, None)
+def _hide(libc: ctypes.CDLL, folder: str, keep: Sequence[str]) -> None:
+    """Mounts an empty folder over a folder, in which nothing but what is to be kept is where it was."""
+    kept = sorted(path for path in keep if os.path.exists(path) and Path(path).is_relative_to(folder))
+    if not os.path.isdir(folder) or folder in kept:  # hidden with another one
+        return
+    kept = [path for path in kept if not any(other in Path(path).parents for other in map(Path, kept))]
+    opened = [(path, os.path.isdir(path), os.open(path, os.O_PATH)) for path in kept]
+    _call(libc.mount, b"none", os.fsencode(folder), b"tmpfs", NO_SUID | NO_DEVICES, b"mode=755")
+    for path, is_folder, number in opened:
+        os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+        if not is_folder:
+            Path(path).touch()
+        _call(libc.mount, f"/proc/self/fd/{number}".encode(), os.fsencode(path), None, BIND | RECURSIVE, None)
+        os.close(number)
+    _make_read_only(libc, os.fsencode(folder))
+
+
+def _make_read_only(libc: ctypes.CDLL, folder: bytes) -> None:
+    """Takes the right to write from a mount, for whoever has this namespace."""
     # What the file system was mounted with has to be said again: a user's namespace may not take it away.
     kept = os.statvfs(folder).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
     _call(libc.mount, None, folder, None, REMOUNT | BIND | READ_ONLY | kept, None)

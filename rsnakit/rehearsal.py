@@ -25,7 +25,6 @@ from rsnakit.sandbox import Isolation, Outcome
 
 STAGES = (("flat", "visible"), ("nested", "visible"), ("flat", "one"), ("nested", "many"))  # layout, test set
 LIMIT_H = 9.0  # of a submission
-DISK_GB = 20.0  # of /kaggle/working
 HIDDEN_IMAGES, KAGGLE_CORES = 32_000, 4
 SMALLEST_MP = 2082 * 2776 / 1e6  # of the competition's images
 
@@ -152,7 +151,7 @@ def rehearse(
         raise ValueError(f"gpu_speedup is {gpu_speedup}, expected a number above 0")
     if images < hidden.LEAST:
         raise ValueError(f"images is {images}: a set made to hurt has {hidden.LEAST} or more")
-    dist = Path(dist)
+    dist = Path(dist).resolve()
     made = bundle.read(dist)
     keep = Path(keep) if keep else dist.parent / "rehearsal"
     keep.mkdir(parents=True, exist_ok=True)
@@ -160,6 +159,9 @@ def rehearse(
     source = demo.open_competition(place, demo.DemoConfig())
     isolation = isolation or sandbox.strongest()
     say(str(isolation))
+    private = (env.REPOSITORY, dist.parent, dist, source.path.resolve(), keep.resolve())
+    if isolation.inputs == "mount":
+        say(_hidden(private))
     with tempfile.TemporaryDirectory(prefix="rsnakit-") as nowhere:
         sandbox.refuse_package("rsnakit", Path(nowhere), isolation)
     done: list[Stage] = []
@@ -170,12 +172,21 @@ def rehearse(
             test = _lay_out(made, root, layout, source.path, kind, images, seed, isolation.inputs == "mount")
             say(f"{name}: {len(test.images):,} images")
             megapixels = _megapixels(test)
-            done.append(_perform(made, root, layout, test, keep / name, timeout_s, isolation))
+            done.append(_perform(made, root, layout, test, keep / name, timeout_s, isolation, private))
         say(_line(done[-1]))
         if done[-1].outcome.timed_out:
             break
-    faults = _faults_of_metadata(_metadata(made))
-    return _conclude(done, faults, megapixels, gpu_speedup)
+    about = _metadata(made)
+    faults, notes = checking.check_code(made.kernel / about["code_file"])
+    return _conclude(done, [*_faults_of_metadata(about), *faults], megapixels, gpu_speedup, notes)
+
+
+def _hidden(folders: Sequence[Path]) -> str:
+    """A sentence on what the notebook does not see of this machine."""
+    outermost = sorted(f for f in {*folders} if not any(other in f.parents for other in folders))
+    there = sandbox.python_in(folders)
+    but = f", but for this Python: {', '.join(map(str, there))}" if there else ""
+    return f"hidden from the notebook: {', '.join(map(str, outermost))}{but}"
 
 
 # ---- as Kaggle mounts it
@@ -209,11 +220,18 @@ def _lay_out(
 
 
 def _perform(
-    made: Bundle, root: Path, layout: str, test: HiddenSet, kept: Path, timeout_s: float, isolation: Isolation
+    made: Bundle,
+    root: Path,
+    layout: str,
+    test: HiddenSet,
+    kept: Path,
+    timeout_s: float,
+    isolation: Isolation,
+    private: Sequence[Path],
 ) -> Stage:
-    """Runs the notebook and checks what it leaves."""
-    inputs, working = root / "kaggle/input", root / "kaggle/working"
-    code = made.kernel / _metadata(made)["code_file"]
+    """Runs the notebook where it cannot see what is private, and checks what it leaves."""
+    inputs, working, running = root / "kaggle/input", root / "kaggle/working", root / "executed.ipynb"
+    code = shutil.copyfile(made.kernel / _metadata(made)["code_file"], root / "code.ipynb")
     executed, log = kept.with_name(kept.name + ".ipynb"), kept.with_name(kept.name + ".log")
     for old in (executed, log):
         old.unlink(missing_ok=True)
@@ -222,11 +240,15 @@ def _perform(
     if test.kind != "visible":
         marks["KAGGLE_IS_COMPETITION_RERUN"] = "1"
     command = [
-        sys.executable, "-m", "papermill", str(code.resolve()), str(executed.resolve()), "--cwd", str(working),
-        "--kernel", "python3", "--no-progress-bar", "--log-output",
+        sys.executable, "-m", "papermill", str(code), str(running), "--cwd", str(working), "--kernel", "python3",
+        "--no-progress-bar", "--log-output",
     ]  # fmt: skip
     before = checking.listed(inputs)
-    outcome = sandbox.run(command, working, log, [inputs], marks, timeout_s, isolation)
+    try:
+        outcome = sandbox.run(command, working, log, [inputs], marks, timeout_s, isolation, private, [root])
+    finally:
+        if running.exists():
+            shutil.copyfile(running, executed)
     frame, faults, notes = None, checking.changes(before, checking.listed(inputs)), []
     if outcome.timed_out:
         faults.append(f"it was stopped after {timeout_s:,.0f} s")
@@ -235,8 +257,7 @@ def _perform(
     else:
         frame, found, notes = checking.check(working, test)
         faults += found
-    if outcome.peak_disk > DISK_GB * 1e9:
-        faults.append(f"{outcome.peak_disk / 1e9:.1f} GB were in /kaggle/working, which holds {DISK_GB:.0f}")
+    faults += checking.over_limits(outcome)
     kept.mkdir()
     for name in ("submission.csv", "report.csv"):
         if (working / name).is_file():
@@ -288,20 +309,23 @@ def project(one: Stage, many: Stage, cores: int, gpu_speedup: float = 1.0) -> Pr
     return Projection(one.outcome.seconds, image_s, share, (one.outcome.seconds + HIDDEN_IMAGES * there_s) / 3600)
 
 
-def _conclude(done: Sequence[Stage], faults: list[str], megapixels: float, gpu_speedup: float) -> Rehearsal:
+def _conclude(
+    done: Sequence[Stage], faults: list[str], megapixels: float, gpu_speedup: float, notes: Sequence[str] = ()
+) -> Rehearsal:
     """The whole of it, with the hours that the hidden test set would take."""
     of_kind = {stage.kind: stage for stage in done if not stage.outcome.status}
     if not {"one", "many"} <= of_kind.keys():
         unknown = "hours on Kaggle: not known, for want of a run on one image and one on many"
-        return Rehearsal(tuple(done), None, tuple(faults), (unknown,))
+        return Rehearsal(tuple(done), None, tuple(faults), (*notes, unknown))
     cores, device = env.cores(), env.choose_device().value
     found = project(of_kind["one"], of_kind["many"], cores, gpu_speedup)
     faster = "" if device.startswith("cuda") else "; a T4 is faster, which gpu_speedup takes into account"
     divided = f", of which the models' share is divided by {gpu_speedup:g}" if gpu_speedup != 1 else ""
     notes = [
+        *notes,
         f"hours on Kaggle: {found.hours:.1f} = {found.startup_s:.0f} s of start-up + {HIDDEN_IMAGES:,} images x "
         f"{found.image_s:.3f} s x {cores} cores here / {KAGGLE_CORES} there"
-        f"{divided}. The models have {found.models_share:.0%} of an image's time, on {device}{faster}."
+        f"{divided}. The models have {found.models_share:.0%} of an image's time, on {device}{faster}.",
     ]
     if megapixels < SMALLEST_MP:
         notes.append(

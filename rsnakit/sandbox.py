@@ -11,11 +11,12 @@ import functools
 import json
 import os
 import signal
+import site
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil  # of ipykernel's
@@ -23,6 +24,8 @@ import psutil  # of ipykernel's
 POLL_S = 0.5  # memory and disk are looked at so often
 END_S = 10.0  # what is told to end has so long to end what it started
 KEPT = ("PATH", "LANG", "LC_", "TZ", "LD_LIBRARY_PATH", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "SYSTEMROOT")
+# What a Python needs of its folder, where that is one to be hidden: a virtual environment made at a repository's top.
+OF_PYTHON = ("bin", "etc", "include", "lib", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
 FIRST = Path(__file__).with_name("confined.py")
 NOWHERE = "http://127.0.0.1:9"  # a proxy that nobody answers at: for programs that are not Python
 # Put first on Python's path where there is no namespace: connections and names of other machines are refused, and that proxy.
@@ -71,7 +74,8 @@ class Isolation:
 
     Attributes:
         network: `namespace`: a network of its own, with nothing but the loopback; `blocked`: Python's sockets refuse.
-        inputs: `mount`: mounted read-only; `chmod`: without permission to write, which root is not stopped by.
+        inputs: `mount`: mounted read-only, and folders can be hidden; `chmod`: without permission to write, which root is
+            not stopped by, and nothing is hidden.
         reasons: why it is not the stronger one of each, empty where it is.
     """
 
@@ -84,7 +88,7 @@ class Isolation:
             "namespace": "no network: a network namespace with nothing but the loopback",
             "blocked": "no network: Python's sockets are blocked; other programs get a proxy that does not answer",
             "mount": "inputs are mounted read-only",
-            "chmod": "inputs have no permission to be written to"
+            "chmod": "nothing of this machine is hidden; inputs have no permission to be written to"
             + (", which does not stop root: what is changed is only found afterwards" if _is_root() else ""),
         }
         why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
@@ -125,6 +129,8 @@ def run(
     environ: Mapping[str, str] | None = None,
     timeout_s: float = 9 * 3600,
     isolation: Isolation | None = None,
+    hide: Iterable[Path] = (),
+    keep: Iterable[Path] = (),
 ) -> Outcome:
     """Runs a command without network, and ends all that it started, whatever happens.
 
@@ -139,6 +145,9 @@ def run(
         environ: variables to set beside those.
         timeout_s: seconds after which it is ended.
         isolation: by what means; the strongest that `strongest` finds, if not given.
+        hide: folders that are empty inside and cannot be written to, but for what is in `keep` and this Python (see
+            `python_in`). Where nothing can be mounted they stay as they are.
+        keep: files and folders inside of these that are seen as they are; `folder` is one of them.
 
     Raises:
         SandboxError: the place could not be made.
@@ -151,12 +160,16 @@ def run(
             (own / part).mkdir()
         variables = _environment(own, isolation) | dict(environ or {})
         if isolation.inputs == "chmod":
+            hide = ()
             for place in read_only:
                 _forbid_writing(place)
+        hide = [place.resolve() for place in hide]
         spec = {
             "command": list(map(str, command)), "folder": str(folder), "environ": variables, "parent": os.getpid(),
             "network": isolation.network == "namespace", "own": str(own),
             "mounts": [str(place) for place in read_only] if isolation.inputs == "mount" else [],
+            "hide": [str(place) for place in hide if place != place.parent],  # all of / cannot be
+            "keep": [*map(str, python_in(hide)), *(str(place.resolve()) for place in (*keep, folder, own))],
         }  # fmt: skip
         (own / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         inside = [sys.executable, "-I", "-S", str(FIRST), str(own / "spec.json")]
@@ -187,11 +200,27 @@ def strongest() -> Isolation:
         except SandboxError as error:
             reasons.append(str(error))
         try:
-            run(nothing, folder.parent, folder / "log", [folder], isolation=Isolation(network, "mount"))
+            (folder / "hidden").mkdir()
+            run(
+                nothing, folder.parent, folder / "log", [folder], isolation=Isolation(network, "mount"),
+                hide=[folder / "hidden"],
+            )  # fmt: skip
             inputs = "mount"
         except SandboxError as error:
             reasons.append(str(error))
     return Isolation(network, inputs, tuple(dict.fromkeys(reasons)))
+
+
+def python_in(folders: Iterable[Path]) -> list[Path]:
+    """What the running Python has in these folders: it is not hidden with them."""
+    folders = [folder.resolve() for folder in folders]
+    needed = [*map(Path, (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.executable, *site.getsitepackages()))]
+    needed += [path.resolve() for path in needed]
+    needed += [path / name for path in needed for name in OF_PYTHON if path in folders]
+    inside = {
+        path for path in needed for f in folders if path not in folders and path.is_relative_to(f) and path.exists()
+    }
+    return sorted(path for path in inside if not inside.intersection(path.parents))
 
 
 def refuse_package(name: str, folder: Path, isolation: Isolation | None = None) -> None:

@@ -86,9 +86,11 @@ def check_title(title: str, what: str) -> str:
     """The slug of a title that Kaggle would take.
 
     Raises:
-        SlugError: the title, or its slug, is too short or too long.
+        SlugError: the title, or its slug, is too short or too long, or the title goes over several lines.
     """
     low, high = LENGTHS[what]
+    if not title.isprintable():
+        raise SlugError(f"{what}: the title {title!r} has a line break or another character that is not to be seen")
     slug = slugify(title)
     for name, value in (("title", title), ("id", slug)):
         if not low <= len(value) <= high:

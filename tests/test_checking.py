@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pandas as pd
 import pytest
 
 from rsnakit import checking, hidden
 from rsnakit.sandbox import Outcome
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +20,17 @@ def many(competition, tmp_path_factory):
 
 @pytest.fixture
 def left(many, tmp_path):
-    """A working folder as it should be left; the tests spoil it."""
-    sample = pd.read_csv(many.folder / "sample_submission.csv", dtype=str)
-    sample.to_csv(tmp_path / "submission.csv", index=False)
+    """A working folder as it should be left, with scores by chance and each breast's mean; the tests spoil it."""
     report = many.images[["prediction_id", "patient_id", "laterality", "image_id", "status"]]
-    report = report.assign(score="0.02", seconds="0.5", reason=report["status"].where(report["status"] != "ok", ""))
+    scores = np.random.default_rng(0).uniform(0.01, 0.2, len(report))
+    report = report.assign(score=scores, seconds="0.5", reason=report["status"].where(report["status"] != "ok", ""))
     report.to_csv(tmp_path / "report.csv", index=False)
+    submit(tmp_path, report.groupby("prediction_id", sort=False)["score"].mean())
     return tmp_path
+
+
+def submit(left: Path, predictions: pd.Series) -> None:
+    predictions.rename("cancer").rename_axis("prediction_id").reset_index().to_csv(left / "submission.csv", index=False)
 
 
 def change(left: Path, row: int, **values) -> None:
@@ -97,6 +104,8 @@ def test_images_without_a_row_and_a_report_that_is_none(many, left):
     (left / "report.csv").write_text("\n".join(report[:-2]) + "\n")
     (fault,) = checking.check(left, many)[1]
     assert "no row for 2 images" in fault and many.images["image_id"].iloc[-1] in fault
+    change(left, 3, score="")
+    assert any(fault.startswith("report.csv has no score for 1 images, ") for fault in checking.check(left, many)[1])
     (left / "report.csv").write_text("nothing\n1\n")
     assert "report.csv cannot be used" in checking.check(left, many)[1][0]
     (left / "report.csv").unlink()
@@ -117,6 +126,93 @@ def test_what_is_worth_knowing(many, left):
         "4 more files in /kaggle/working, 2.0 MB: work/b, work/d, work/c and others",
         "5 images: fold 0 alone, for want of time",
     ]
+
+
+def test_predictions_follow_from_the_scores_by_each_aggregate_and_threshold(many, left):
+    """Aggregates by hand, one line each. All are right, so that none may raise a false alarm."""
+    report = pd.read_csv(left / "report.csv", dtype={"prediction_id": str})
+    by_breast = report.groupby("prediction_id", sort=False)["score"]
+    for scores in (
+        by_breast.mean(),
+        by_breast.max(),
+        by_breast.apply(lambda s: 1 - (1 - s).prod()),
+        by_breast.apply(lambda s: s.nlargest(2).mean()),
+        by_breast.apply(lambda s: s.nlargest(3).mean()),
+    ):
+        submit(left, scores)
+        assert checking.check(left, many)[1:] == ([], [])
+        for threshold in scores.iloc[:5]:  # each is called itself
+            submit(left, (scores >= threshold).astype(float))
+            assert checking.check(left, many)[1:] == ([], [])
+    submit(left, by_breast.mean() ** 2)  # calibrated in a cell of one's own
+    assert checking.check(left, many)[1:] == (
+        [],
+        ["submission.csv is not what the kit makes of report.csv's scores, by any aggregate and threshold"],
+    )
+
+
+def test_predictions_that_contradict_the_scores(many, left):
+    report = pd.read_csv(left / "report.csv", dtype={"prediction_id": str})
+    mean = report.groupby("prediction_id", sort=False)["score"].mean()
+    called = (mean >= mean.median()).astype(float)
+    shuffled = mean.sample(frac=1, random_state=0).set_axis(mean.index)
+    for spoiled in (1 - mean, 1 - called, shuffled):
+        submit(left, spoiled)
+        (fault,) = checking.check(left, many)[1]
+        assert fault.startswith("submission.csv contradicts report.csv: ")
+    # Of the only two that are not equal, one is below the other in all its images.
+    lowest, highest = mean.idxmin(), mean.idxmax()
+    submit(left, mean.where(~mean.index.isin([lowest]), mean[highest] + 0.1))
+    (fault,) = checking.check(left, many)[1]
+    assert "1 breasts are predicted above others" in fault and lowest in fault
+
+
+def test_one_prediction_for_all_is_told(many, left):
+    """It scores nothing; with a threshold that is too high it is what the scores lead to all the same."""
+    ids = many.images["prediction_id"].drop_duplicates()
+    submit(left, pd.Series(0.0, ids))
+    assert checking.check(left, many)[1:] == ([], [f"all {len(ids)} breasts have the same prediction, 0"])
+
+
+def test_what_kaggles_machine_has_not():
+    def took(memory: float, disk: float) -> Outcome:
+        return Outcome(0, False, 1.0, int(memory * 1e9), int(disk * 1e9), Path("log"))
+
+    assert checking.over_limits(took(28, 19)) == []
+    (fault,) = checking.over_limits(took(40, 1))
+    assert "40.0 GB of memory, and Kaggle's machine with two T4 has 29" in fault
+    (fault,) = checking.over_limits(took(1, 21))
+    assert fault == "21.0 GB were in /kaggle/working, which holds 20"
+
+
+def test_code_that_names_what_only_this_machine_has(tmp_path):
+    def checked(*cells: str) -> tuple[list[str], list[str]]:
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        nbformat.write(book, tmp_path / "a.ipynb")
+        return checking.check_code(tmp_path / "a.ipynb")
+
+    here = Path(__file__).resolve()
+    if here.parts[1] in checking.EVERYWHERE:
+        pytest.skip("this repository lies in a folder that every Linux has")
+    said = "which is there on this machine and not on Kaggle"
+    for cell in (
+        f"open({str(here)!r})", f"!cat {here}", f"%cd {here.parent}", f"import sys; sys.path.insert(0, '{here.parent}')",
+        f'f"{here.parent}/{{1 + 1}}"', f"data_dir: str = '{here.parents[1]}'  # of a parameter",
+    ):  # fmt: skip
+        (fault,), notes = checked("1", cell)
+        assert fault.startswith(f"code cell 2 names {here.parents[1]}") and fault.endswith(said) and notes == []
+    assert checked("open('/nowhere/weights.pt')") == (
+        [],
+        ["code cell 1 names /nowhere/weights.pt, which is none of Kaggle's folders"],
+    )
+    (note,) = checked("import os\nos.environ['RSNAKIT_ROOT']")[1]
+    assert note.startswith("code cell 1 uses $RSNAKIT_ROOT, which Kaggle does not set")
+    plain = (
+        "open('/kaggle/working/a'); open('/dev/null'); '/tmp/a'", "1 +", f"# {here}", "print('a / b', '/')",
+        "import os; os.environ.get('RSNAKIT_ROOT', '/')", f"f'{{1}}{here}'",
+    )  # fmt: skip
+    assert checked(*plain) == ([], [])
+    assert checking.check_code(REPOSITORY / "notebooks/04_inference.ipynb") == ([], [])
 
 
 def test_inputs_that_were_written(many):

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from test_infer import make_run
 
-from rsnakit import bundle, mounts, rehearsal
+from rsnakit import bundle, mounts, rehearsal, sandbox
 from rsnakit.bundle import BundleError
 from rsnakit.rehearsal import Rehearsal, Stage
 from rsnakit.sandbox import Isolation, Outcome
@@ -143,10 +143,19 @@ competition = next(p.parent for p in sorted((root / "kaggle/input").rglob("test.
 @pytest.mark.parametrize("isolation", [None, WEAK], ids=["strongest", "weak"])
 def test_a_notebook_that_asks_the_network_is_caught(dist, competition, tmp_path, isolation):  # M01
     cell = "import urllib.request\nurllib.request.urlopen('http://192.0.2.1/weights', timeout=60)"
-    found = rehearse(broken(dist, tmp_path / "dist", "1", cell), competition, isolation=isolation)
+    seen = f"import os; print(os.path.exists({str(Path(__file__))!r}))"
+    said: list[str] = []
+    found = rehearse(broken(dist, tmp_path / "dist", seen, cell), competition, isolation=isolation, say=said.append)
     (fault,) = found.stages[0].faults
     assert fault.startswith("code cell 2 stopped with URLError") and not found.ok
     assert "unreachable" in fault or "no network here" in fault
+    # The repository is not there, where it can be hidden; and in any case it is told that the code names it.
+    is_hidden = (isolation or sandbox.strongest()).inputs == "mount"
+    cells = nbformat.read(found.stages[0].notebook, 4).cells  # papermill puts one that says what failed first
+    (output,) = next(cell for cell in cells if cell.source == seen).outputs
+    assert output.text.strip() == str(not is_hidden)
+    assert any(line.startswith("hidden from the notebook: ") for line in said) == is_hidden
+    assert f"code cell 1 names {__file__}, which is there on this machine and not on Kaggle" in found.faults
     assert found.stages[0].notebook == tmp_path / "rehearsal/1_flat_one.ipynb" and found.stages[0].notebook.exists()
 
 
@@ -158,12 +167,13 @@ def test_a_notebook_that_asks_the_network_is_caught(dist, competition, tmp_path,
         (WRITES_SAMPLE + "(competition / 'test.csv').write_text('')", "code cell 1 stopped with OSError: .*Read-only"),
         (WRITES_SAMPLE + "os.mkdir('work'); shutil.copy(competition / 'sample_submission.csv', 'work/submission.csv')",
          "submission.csv is not in /kaggle/working, but work/submission.csv is"),
-        ("import time; time.sleep(600)", "it was stopped after 5 s"),
+        (f"open({str(Path(__file__).parents[1] / 'README.md')!r})", "code cell 1 stopped with FileNotFoundError: .*README"),
+        ("import time; time.sleep(600)", "it was stopped after 3 s"),
     ],
-    ids=["dies", "writes to inputs", "submission elsewhere", "time-out"],
+    ids=["dies", "writes to inputs", "submission elsewhere", "reads the repository", "time-out"],
 )  # fmt: skip
 def test_notebooks_that_go_wrong(dist, competition, tmp_path, cell, said):
-    timeout_s = 5 if "sleep" in cell else 300
+    timeout_s = 3 if "sleep" in cell else 300
     found = rehearse(broken(dist, tmp_path / "dist", cell), competition, timeout_s=timeout_s)
     assert not found.ok
     assert re.search(said, found.stages[0].faults[0]), found.sentences()

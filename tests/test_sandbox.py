@@ -130,6 +130,65 @@ def test_inputs_are_mounted_read_only(tmp_path):
     (inputs / "new").touch()
 
 
+@MOUNTS
+def test_what_is_hidden_is_empty_and_stays_as_it_was(tmp_path):
+    """Folders in one another, what is kept in them, and the working folder, which is one of those."""
+    private = tmp_path / "private"
+    for name in ("repository/.git", "data", "kept/deep"):
+        (private / name).mkdir(parents=True)
+        (private / name / "old").write_text("as it was")
+    (private / "kept/module.py").touch()
+    code = f"""
+import os
+from pathlib import Path
+private = Path({str(private)!r})
+print(sorted(str(p.relative_to(private)) for p in private.rglob("*")))
+for attempt in (lambda: (private / "new").touch(), lambda: (private / "repository").mkdir()):
+    try:
+        attempt()
+        print("written")
+    except OSError as error:
+        print(error.strerror)
+(private / "kept/deep/new").touch()
+"""
+    working = private / "kept/deep"
+    outcome = sandbox.run(
+        [sys.executable, "-c", code],
+        working,
+        tmp_path / "log",
+        hide=[private / "data", private, private / "repository", Path("/")],
+        keep=[private / "kept/module.py", private / "gone"],
+    )
+    assert outcome.tail().splitlines() == [
+        "['kept', 'kept/deep', 'kept/deep/old', 'kept/module.py']",
+        *["Read-only file system"] * 2,
+    ]
+    assert (private / "repository/.git/old").read_text() == "as it was" and (working / "new").exists()
+
+
+@MOUNTS
+def test_a_python_within_what_is_hidden_goes_on(tmp_path):
+    """A virtual environment in the folder that is hidden, and one that is that folder, as `python -m venv .` makes it."""
+    for place, hidden in ((tmp_path / "a/.venv", tmp_path / "a"), (tmp_path / "b", tmp_path / "b")):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+        (hidden / "secret").touch()
+        code = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = {[str(REPOSITORY), *filter(os.path.isdir, sys.path)]!r}
+from rsnakit import sandbox
+hidden, working = Path({str(hidden)!r}), Path({str(tmp_path)!r}) / "working"
+working.mkdir(exist_ok=True)
+inside = "import os, sys; print(sys.prefix, sorted(os.listdir({str(hidden)!r})))"
+print(sandbox.run([sys.executable, "-c", inside], working, working / "log", hide=[hidden]).tail())
+print(sandbox.python_in([hidden]))
+"""
+        done = subprocess.run([place / "bin/python", "-c", code], capture_output=True, text=True)
+        assert done.stdout.startswith(f"{place} "), done.stderr
+        listed = done.stdout.splitlines()[0]
+        assert "secret" not in listed and ("'.venv'" in listed or "'pyvenv.cfg'" in listed)
+
+
 def test_inputs_lose_their_permissions_where_nothing_can_be_mounted(tmp_path):
     inputs = tmp_path / "input"
     (inputs / "folder").mkdir(parents=True)

@@ -54,6 +54,7 @@ def test_a_title_that_makes_its_id_passes():  # K01
         ("jane/rsna-train", "RSNA: Train (v2)!", "data set", "makes the id jane/rsna-train-v2"),
         ("jane/RSNA-train-v2", "RSNA: Train (v2)!", "notebook", "makes the id jane/rsna-train-v2"),
         ("jane/fives", "fives", "data set", "5 characters, expected 6 to 50"),
+        ("jane/two-lines-title", "two\nlines title", "data set", "has a line break"),
         ("jane/four", "four", "notebook", "4 characters, expected 5 to 50"),
         ("jane/" + "a" * 51, "a" * 51, "data set", "51 characters"),
         ("jane/" + "a" * 51, "a" * 51, "notebook", "51 characters"),
