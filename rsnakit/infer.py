@@ -21,6 +21,7 @@ import rsnakit
 from rsnakit import budget, data, env, metrics, runs
 from rsnakit.batches import in_batches
 from rsnakit.budget import Clock
+from rsnakit.crew import in_line
 from rsnakit.ensemble import TTA, Ensemble, Pass, Scorer, devices_of, levels, load_ensemble
 from rsnakit.fields import check_all
 from rsnakit.headers import refuse_missing_decoders, scan_headers
@@ -91,6 +92,11 @@ def predict(
     pixels, by those passes that all of them have. Until then the features are kept in memory: images x passes x channels x 4
     bytes, 0.66 GB for 32,000 images, 4 passes and 1,280 channels. All else takes some hundred bytes an image.
 
+    A device that fails is done without; an image that the models fail over is `failed`, unless they spare none, which is an
+    error. While Kaggle scores a submission nothing but debug is one, once the table and one of the folds are read: what cannot
+    be had (a fold, a device, breasts' scores) is left out, and that is said; the CPU goes on where no GPU is left; and what no
+    score is to be had of gets the prior.
+
     Args:
         competition: its folder.
         run: a run's folder (see `runs.find_run`).
@@ -125,7 +131,7 @@ def predict(
         refuse_missing_decoders(scan_headers(table, n_jobs=1, limit=HEADERS), competition)
     devices = devices_of(run_config.device)
     precision = env.choose_precision(devices[0], run_config.precision).value
-    scorer = Scorer(run, devices, precision, config.infer_compile, config.infer_batch_size)
+    scorer = Scorer(run, devices, precision, config.infer_compile, config.infer_batch_size, keep_going=rerun)
     steps = levels(list(scorer.ensemble.models), config.tta)
     found = Scored(table, scorer.ensemble, steps[0])
     wanted = table["breast_id"].isin(table["breast_id"].unique()[:4]).to_numpy() if run_config.debug else None
@@ -135,22 +141,35 @@ def predict(
         left = np.flatnonzero((found.status == "") if wanted is None else (found.status == "") & wanted)
         if before := int((found.status != "").sum()):
             print(f"{before:,} of {len(table):,} images were scored before, {len(left):,} are left")
-        clock = _clock(until, steps, len(left), devices, run_config.n_jobs)
+        clock = _clock(until, steps, len(left), scorer.devices, run_config.n_jobs)
         if said:
             print(f"time: {said}, of which {budget.in_words(max(0.0, until - time.monotonic()))} are left")
         if folder is not None:
             print(f"scores are kept in {folder}, {ledger.size / 1e6:,.0f} MB at most")
+        cause = ""
+        while len(left):
+            try:
+                _score(scorer, left, clock, stop, found, ledger, run_config.n_jobs, config.infer_batch_size)
+                break
+            except Exception as error:
+                if not rerun:
+                    raise
+                traceback.print_exc()  # with what there is, the submission is worth more than nothing
+                before, left = left, left[found.status[left] == ""]
+                if len(left) == len(before):  # else it goes on: what is left may be without fault
+                    cause = f"inference ended with an error: {in_line(error)}"
+                    break
+        why_not = (stop.reason and f"stopped by {stop.reason}") or cause or f"no time was left of {said}"
+        found.ensemble = scorer.ensemble
         try:
-            _score(scorer, left, clock, stop, found, ledger, run_config.n_jobs, config.infer_batch_size)
-            cause = stop.reason and f"stopped by {stop.reason}"
+            report = found.report(why_not, wanted)
         except Exception as error:
             if not rerun:
                 raise
-            traceback.print_exc()  # with what there is, the submission is worth more than nothing
-            found.ensemble = load_ensemble(run)  # a GPU that has failed answers no more
-            cause = f"inference ended with an error: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
-        why_not = cause or f"no time was left of {said}"
-        report = found.report(why_not, wanted)
+            traceback.print_exc()
+            print(f"NOTE: breasts are classified again, on the CPU ({in_line(error)})")
+            found.ensemble = scorer.on_cpu
+            report = found.report(why_not, wanted, keep_going=True)
     unreached = int(((found.status == "") & (True if wanted is None else wanted)).sum())
     if unreached:
         kept = "" if folder is None else f"; the others are kept in {folder}, and the same call goes on"
@@ -218,8 +237,8 @@ def _ledger(folder: Path | str | None, run: Path, scorer: Scorer, found: Scored,
 
 def _key(run: Path, table: pd.DataFrame, ensemble: Ensemble, passes: Sequence[Pass]) -> dict:
     """What decides scores: by its content, so that a run that was copied or trained on is told from what it was."""
-    weights = {}
-    for fold, folder in runs.trained_folds(run).items():
+    weights, folders = {}, runs.trained_folds(run)
+    for fold, folder in ((fold, folders[fold]) for fold in ensemble.models):
         for name in ("best.safetensors", "model.json"):
             with open(folder / name, "rb") as file:
                 weights[f"fold{fold}/{name}"] = hashlib.file_digest(file, "sha256").hexdigest()

@@ -78,12 +78,13 @@ class Scored:
         if self.shape:
             self.features[row] = record.features
 
-    def report(self, why_not: str, wanted: np.ndarray | None) -> pd.DataFrame:
+    def report(self, why_not: str, wanted: np.ndarray | None, keep_going: bool = False) -> pd.DataFrame:
         """The report.
 
         Args:
             why_not: the reason of images that were not looked at.
             wanted: (n,) bool, those that were to be looked at; None: all.
+            keep_going: a breast over which a model fails has no score of it; else the error is raised.
         """
         status, reason, ok = self.status.copy(), self.reason.copy(), self.status == "ok"
         missing = status == ""
@@ -91,7 +92,7 @@ class Scored:
         if wanted is not None:
             reason[missing & ~wanted] = "debug: not looked at"
         if self.shape:
-            score, asked, used = self._of_breasts(ok)
+            score, asked, used = self._of_breasts(ok, keep_going)
             odd = ok & ~np.isfinite(score)
             status[odd], reason[odd] = "failed", NOT_FINITE
             ok, what = ok & ~odd, "its breast was scored"
@@ -106,7 +107,7 @@ class Scored:
         return self.table.assign(**columns, seconds=self.seconds, reason=reason)[REPORT_COLUMNS]
 
     @torch.no_grad()
-    def _of_breasts(self, ok: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _of_breasts(self, ok: np.ndarray, keep_going: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each image its breast's score (n,) float64, NaN where there is none, and the passes (n, passes) that all its `ok`
         images were shown to, and that score it."""
         codes, _ = pd.factorize(self.table["breast_id"])
@@ -116,20 +117,32 @@ class Scored:
         used &= mask.any(1)[:, None]
         kinds, total = view_ids(self.table["view"])[members], np.zeros(len(members))
         for number, each in enumerate(self.passes):
-            model = self.ensemble.models[each.fold]
-            device = next(model.parameters()).device
-            for breasts in np.array_split(
-                np.flatnonzero(used[:, number]), max(1, -(-int(used[:, number].sum()) // BREASTS))
-            ):
+            places = np.flatnonzero(used[:, number])
+            for breasts in np.array_split(places, max(1, -(-len(places) // BREASTS))):
                 if len(breasts):
-                    features = torch.from_numpy(self.features[members[breasts], number]).to(device)
-                    views = torch.from_numpy(mask[breasts]), torch.from_numpy(kinds[breasts])
-                    logits = model.classify(features, *views)["cancer"].float().cpu().numpy()
+                    given = self.features[members[breasts], number], mask[breasts], kinds[breasts]
+                    logits = _classified(self.ensemble.models[each.fold], given, keep_going)
                     used[breasts, number] = np.isfinite(logits)
                     total[breasts] += np.where(np.isfinite(logits), _probability(logits), 0.0)
         count = used.sum(1)
         score = np.divide(total, count, out=np.full(len(members), np.nan), where=count > 0)
         return score[codes], asked[codes], used[codes]
+
+
+def _classified(model: torch.nn.Module, given: tuple[np.ndarray, ...], keep_going: bool) -> np.ndarray:
+    """Cancer logits (B,) of breasts by their features, mask and views; to keep going, NaN of one over which the model fails."""
+    features, *views = map(torch.from_numpy, given)
+    try:
+        features = features.to(next(model.parameters()).device)
+        return model.classify(features, *views)["cancer"].float().cpu().numpy()
+    except Exception:
+        if not keep_going:
+            raise
+    if len(features) == 1:
+        return np.full(1, np.nan, np.float32)
+    half = len(features) // 2
+    parts = [tuple(each[:half] for each in given), tuple(each[half:] for each in given)]
+    return np.concatenate([_classified(model, part, keep_going) for part in parts])
 
 
 def _probability(logits: np.ndarray) -> np.ndarray:

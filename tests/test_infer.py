@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,21 @@ import pandas as pd
 import pytest
 import torch
 
-from rsnakit import budget, calling, data, engine, headers, infer, ledger, metrics, models, preprocess, runs, scored
+from rsnakit import (
+    budget,
+    calling,
+    data,
+    engine,
+    ensemble,
+    headers,
+    infer,
+    ledger,
+    metrics,
+    models,
+    preprocess,
+    runs,
+    scored,
+)
 from rsnakit.budget import Clock
 from rsnakit.dicom import DicomError
 from rsnakit.engine import TrainConfig
@@ -836,7 +851,7 @@ def test_an_error_of_the_models_ends_no_submission_that_is_scored(
 
     def fail(self, *arguments) -> None:
         told(self, *arguments)
-        if next(count) == 3:
+        if next(count) >= 3:
             raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(Clock, "told", fail)
@@ -854,6 +869,141 @@ def test_an_error_of_the_models_ends_no_submission_that_is_scored(
     assert "Traceback" in captured.err and "NOTE: " in captured.out
     infer.write_submission(report, tmp_path / "s.csv", None)
     infer.check_submission(tmp_path / "s.csv", competition / "test.csv")
+
+
+@pytest.mark.parametrize("kind", ["images", "breasts"])
+def test_an_error_that_is_over_costs_what_was_at_hand(competition, run, breast_run, tmp_path, monkeypatch, kind):
+    """Of whatever it is of: here, of taking note of a batch."""
+    folder, told, count = run if kind == "images" else breast_run, Clock.told, itertools.count(1)
+    whole = infer.predict(competition, folder, InferConfig(infer_batch_size=2), RUN)
+
+    def fail(self, *arguments) -> None:
+        if next(count) in (2, 5):
+            raise MemoryError
+        told(self, *arguments)
+
+    monkeypatch.setattr(Clock, "told", fail)
+    monkeypatch.setenv("KAGGLE_IS_COMPETITION_RERUN", "1")
+    report = infer.predict(competition, folder, InferConfig(infer_batch_size=2), RUN, tmp_path / "scores")
+    pd.testing.assert_frame_equal(report.drop(columns="seconds"), whole.drop(columns="seconds"), rtol=1e-5)
+
+
+@pytest.fixture
+def poison(competition, monkeypatch):
+    """Two images over which models fail; also a function that lets one of two threads fail always."""
+    table, score, bad = data.load_table(competition, "test"), ensemble.Replica.score, []
+    images = [preprocess.load_image(table["path"][row], SMALL) for row in (1, 6)]
+
+    def fail(self, images_, passes):
+        if one_thread[0] and (not bad or threading.get_ident() in bad):
+            bad.append(threading.get_ident())
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        if any((image == each).all() for image in images_[:, 0] for each in images):
+            raise ValueError("poison")
+        return score(self, images_, passes)
+
+    one_thread = [False]
+    monkeypatch.setattr(ensemble.Replica, "score", fail)
+    return table, lambda: one_thread.__setitem__(0, True)
+
+
+@pytest.mark.parametrize("rerun", [False, True])
+@pytest.mark.parametrize("kind", ["images", "breasts"])
+def test_what_models_fail_over_costs_itself(competition, run, breast_run, tmp_path, monkeypatch, poison, kind, rerun):
+    """On two devices, of which one fails from its first batch on; the images are tried again by the next call."""
+    folder = run if kind == "images" else breast_run
+    table, fail_in_one_thread = poison
+    fail_in_one_thread()
+    monkeypatch.setattr(infer, "devices_of", lambda wanted: ["cpu", "cpu"])
+    if rerun:
+        monkeypatch.setenv("KAGGLE_IS_COMPETITION_RERUN", "1")
+    report = infer.predict(competition, folder, InferConfig(infer_batch_size=4), RUN, tmp_path / "scores")
+    bad = report["status"] != "ok"
+    assert bad.to_numpy().nonzero()[0].tolist() == [1, 6]
+    assert (report.loc[bad, "status"] == "failed").all()
+    assert (report.loc[bad, "reason"] == "the model failed: ValueError: poison").all()
+    if kind == "breasts":
+        for _, rows in table.groupby("breast_id"):
+            expected = by_hand(breast_run, rows[~bad[rows.index]])
+            np.testing.assert_allclose(report.loc[rows.index, "score"], expected, atol=1e-5)
+    monkeypatch.undo()
+    again = infer.predict(competition, folder, InferConfig(infer_batch_size=4), RUN, tmp_path / "scores")
+    whole = infer.predict(competition, folder, InferConfig(infer_batch_size=4), RUN)
+    pd.testing.assert_frame_equal(again.drop(columns="seconds"), whole.drop(columns="seconds"), rtol=1e-5)
+
+
+def test_an_error_of_the_code_is_no_failed_image(competition, run, monkeypatch):
+    """Models that fail over all there is: a report of failed rows would look like a bad test set."""
+    score = ensemble.Replica.score
+
+    def fail(self, images, passes):
+        return score(self, images, passes) if not images.any() else len(None)
+
+    monkeypatch.setattr(ensemble.Replica, "score", fail)
+    with pytest.raises(TypeError, match="NoneType"):
+        infer.predict(competition, run, InferConfig(infer_batch_size=2), RUN)
+    monkeypatch.setenv("KAGGLE_IS_COMPETITION_RERUN", "1")
+    report = infer.predict(competition, run, InferConfig(infer_batch_size=2), RUN)
+    assert (report["status"] == "failed").all() and (report["score"] == PRIOR).all()
+
+
+def test_breasts_that_cannot_be_classified_have_the_prior(competition, breast_run, monkeypatch, capfd):
+    """One breast by one of the folds, and another by both."""
+    table, features_of = data.load_table(competition, "test"), {}
+    one, both = (table[table["breast_id"] == name] for name in table["breast_id"].unique()[[0, 2]])
+    whole = infer.predict(competition, breast_run, InferConfig(), RUN)
+    put, classify = scored.Scored.put, models.CancerNet.classify
+
+    def put_and_note(self, record):
+        features_of[record.row] = torch.from_numpy(record.features)  # (folds, C)
+        put(self, record)
+
+    def fail(self, features, *views):
+        bad = features_of[one.index[0]][:1], features_of[both.index[0]]
+        if any(torch.equal(breast, each) for breast in features[:, 0] for each in torch.cat(bad)):
+            raise RuntimeError("classify broke")
+        return classify(self, features, *views)
+
+    monkeypatch.setattr(scored.Scored, "put", put_and_note)
+    monkeypatch.setattr(models.CancerNet, "classify", fail)
+    with pytest.raises(RuntimeError, match="classify broke"):
+        infer.predict(competition, breast_run, InferConfig(), RUN)
+    monkeypatch.setenv("KAGGLE_IS_COMPETITION_RERUN", "1")
+    report = infer.predict(competition, breast_run, InferConfig(), RUN)
+    captured = capfd.readouterr()
+    assert "classify broke" in captured.err and "NOTE: breasts are classified again, on the CPU" in captured.out
+    assert (report.loc[both.index, "score"] == PRIOR).all() and (report.loc[both.index, "status"] == "failed").all()
+    np.testing.assert_allclose(report.loc[one.index, "score"], by_hand(breast_run, one, [Pass(1)]), atol=1e-5)
+    others = report.index.difference([*one.index, *both.index])
+    np.testing.assert_allclose(report.loc[others, "score"], whole.loc[others, "score"], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["images", "breasts"])
+def test_what_cannot_be_had_is_left_out_where_kaggle_scores(competition, tmp_path, monkeypatch, capsys, kind):
+    """A fold whose weights are cut short, and a GPU that has no room for the models."""
+    run = make_run(tmp_path, folds=3, config=MODEL if kind == "images" else BREASTS)
+    whole = infer.predict(
+        competition, make_run(tmp_path / "two", config=MODEL if kind == "images" else BREASTS), InferConfig(), RUN
+    )
+    os.truncate(run / "fold2" / "best.safetensors", 1000)
+    to = torch.nn.Module.to
+
+    def no_room(net, device="cpu", **options):
+        if device == "cuda:0":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return to(net, device, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "to", no_room)
+    monkeypatch.setattr(infer, "devices_of", lambda wanted: ["cuda:0"])
+    monkeypatch.setattr(infer.env, "choose_precision", lambda device, wanted: infer.env.Choice("fp16", ""))
+    with pytest.raises(models.WeightsError, match="fold2"):
+        infer.predict(competition, run, InferConfig(), RUN)
+    monkeypatch.setenv("KAGGLE_IS_COMPETITION_RERUN", "1")
+    report = infer.predict(competition, run, InferConfig(), RUN, tmp_path / "scores")
+    said = capsys.readouterr().out
+    assert "NOTE: fold 2 cannot be read" in said and "NOTE: the models cannot be brought to cuda:0" in said
+    pd.testing.assert_frame_equal(report.drop(columns="seconds"), whole.drop(columns="seconds"), rtol=1e-5)
+    calling.check_threshold(InferConfig(), run)  # that of all the folds that were bundled
 
 
 def test_one_fold_that_gives_nan_leaves_the_score_to_the_others(tmp_path, competition, run, report):
