@@ -5,14 +5,17 @@ scores/key.json       what decided the scores, and what is noted beside it
        features.bin   of models that see breasts: passes x channels float32 an image, 4 bytes each
        room           kept free for the files that come at the end; gone as soon as the disk is full, and at the end
 
-A line counts where it is whole, its checksum is right (its features are in it) and its image's file is as it was.
+A line counts where it is whole, its checksum is right (its features are in it) and its image's file is as it was: as long, as
+old, and of the same bytes at its beginning and in its middle.
 """
 
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +35,8 @@ REASON = 200  # characters that are kept of it
 LINE_BYTES = 400
 KEY_BYTES = 10_000
 ROOM = 1_000_000, 500  # bytes kept free: for all, and an image; report.csv and submission.csv take half of it
-STATS_AT_ONCE = 16  # files on a network disk are asked for their size so
+AT_ONCE = 16  # files on a network disk are looked at so
+LOOKED_AT = 4096  # bytes at a file's beginning, and in its middle
 
 
 class Record(NamedTuple):
@@ -115,10 +119,16 @@ class Ledger:
         if not self._readable:
             return
         try:
-            lines = open(self._path("scores.csv"), encoding="utf-8", errors="replace", newline="\n")  # noqa: SIM115
-            with lines, self._features() as features:
+            names = {"encoding": "utf-8", "errors": "replace", "newline": "\n"}
+            with open(self._path("scores.csv"), **names) as lines, self._features() as features:
+                rows = [row for row in map(self._row, lines) if row is not None]
+                with ThreadPoolExecutor(AT_ONCE) as pool:
+                    looks = dict(zip(rows, pool.map(_look, [self.paths[row] for row in rows]), strict=True))
+                lines.seek(0)
                 for line in lines:
-                    if (found := self._parse(line, features)) is not None:
+                    if (row := self._row(line)) is not None and (
+                        found := self._parse(line, features, looks[row])
+                    ) is not None:
                         yield found
         except OSError as error:
             self._give_up(error)
@@ -150,7 +160,7 @@ class Ledger:
         elif changed := runs.compare(before.get("noted", {}), self.noted):
             said = ", ".join(f"{name}: {was!r}, now {now!r}" for name, (was, now) in changed.items())
             print(f"NOTE: {self.folder}: the scores kept there were made otherwise, and are gone on with ({said})")
-        with ThreadPoolExecutor(STATS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             self._stats = list(pool.map(_size_and_time, self.paths))
         if before and not differing and self._path("scores.csv").exists():
             self._mend()
@@ -186,21 +196,27 @@ class Ledger:
         )  # fmt: skip
         text = io.StringIO()
         csv.writer(text, lineterminator="").writerow(values)
-        return f"{text.getvalue()},{_crc(text.getvalue(), data)}\n"
+        return f"{text.getvalue()},{_crc(text.getvalue(), data, _look(self.paths[record.row]))}\n"
 
-    def _parse(self, line: str, features: io.BufferedReader | None) -> Record | None:
-        """A line's record; None of the header, of a line that is not whole, and of a file that was changed since."""
+    def _row(self, line: str) -> int | None:
+        """A line's row; None of the header, of a line that is not whole, and of a file that is not as long or as old."""
+        try:
+            values = next(csv.reader([line]))
+            row, stats = int(values[0]), (int(values[7]), int(values[8]))
+            return row if row >= 0 and stats == self._stats[row] else None
+        except (ValueError, IndexError, OverflowError, StopIteration, csv.Error):
+            return None
+
+    def _parse(self, line: str, features: io.BufferedReader | None, look: bytes) -> Record | None:
+        """A line's record; None of a line that is not whole, and of a file that was changed since."""
         text, _, crc = line.rstrip("\n").rpartition(",")
         try:
-            row, image_id, status, score, seconds, asked, used, size, mtime_ns, number, reason = next(
-                csv.reader([text])
-            )
+            row, image_id, status, score, seconds, asked, used, _, _, number, reason = next(csv.reader([text]))
             data = b""
             if features is not None:
                 features.seek(int(number) * self._bytes)
                 data = features.read(self._bytes)
-            same = crc == _crc(text, data) and image_id == self.image_ids[int(row)]
-            if not same or (int(size), int(mtime_ns)) != self._stats[int(row)]:
+            if crc != _crc(text, data, look) or image_id != self.image_ids[int(row)]:
                 return None
         except (ValueError, IndexError, OverflowError, StopIteration, csv.Error):
             return None
@@ -237,8 +253,8 @@ def _write(file: io.FileIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def _crc(text: str, data: bytes) -> str:
-    return f"{zlib.crc32(data, zlib.crc32(text.encode())):08x}"
+def _crc(text: str, data: bytes, look: bytes) -> str:
+    return f"{zlib.crc32(look, zlib.crc32(data, zlib.crc32(text.encode()))):08x}"
 
 
 def _size_and_time(path: Path | str) -> tuple[int, int]:
@@ -247,6 +263,24 @@ def _size_and_time(path: Path | str) -> tuple[int, int]:
     except OSError:
         return -1, -1
     return found.st_size, found.st_mtime_ns
+
+
+def _look(path: Path | str) -> bytes:
+    """What tells a file's content from another's: files of one machine are equally long, and copies keep their time."""
+    try:
+        with open(path, "rb", buffering=0, opener=_at_once) as file:
+            if not stat.S_ISREG((found := os.fstat(file.fileno())).st_mode):
+                return b""
+            first = file.read(LOOKED_AT)
+            file.seek(max(0, found.st_size - LOOKED_AT) // 2)
+            return hashlib.blake2b(first + file.read(LOOKED_AT), digest_size=8).digest()
+    except OSError:
+        return b""
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file; a pipe without waiting for who writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _read_key(path: Path) -> dict:

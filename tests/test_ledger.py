@@ -221,6 +221,25 @@ def test_an_image_whose_file_was_changed_is_scored_again(tmp_path, paths):
     assert kept(tmp_path / "scores", paths)[0].score == 0.5
 
 
+def test_another_file_of_the_same_size_and_time_is_scored_again(tmp_path, paths):
+    """As where images were decoded anew, and their times kept. They differ at the beginning or in the middle."""
+    stamp = (1_600_000_000_000_000_000,) * 2
+    for row, path in enumerate(paths):
+        path.write_bytes(bytes([row]) * 40_000)
+        os.utime(path, ns=stamp)
+    with opened(tmp_path / "scores", paths) as out:
+        out.keep([record(row) for row in range(len(paths))])
+    first, second = (path.read_bytes() for path in paths[:2])
+    paths[0].write_bytes(second), paths[1].write_bytes(first)  # changed for one another
+    paths[2].write_bytes(bytes([2]) * 20_000 + b"?" + bytes([2]) * 19_999)
+    paths[3].write_bytes(b"?" + bytes([3]) * 39_999)
+    paths[4].unlink()
+    os.mkfifo(paths[4])  # which nobody writes to
+    for path in paths:
+        os.utime(path, ns=stamp)
+    assert list(kept(tmp_path / "scores", paths)) == [5, 6, 7, 8, 9]
+
+
 def test_a_table_in_which_the_row_is_another_image_has_nothing(tmp_path, paths):
     """Not by its key, but by the line itself."""
     with opened(tmp_path / "scores", paths) as out:
