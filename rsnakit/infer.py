@@ -30,6 +30,7 @@ from rsnakit.params import setting
 from rsnakit.preprocess import load_image
 from rsnakit.scored import REPORT_COLUMNS, Scored
 from rsnakit.stopping import Stop
+from rsnakit.store import config_hash
 from rsnakit.submission import SubmissionError, check_submission, shown, write_files, write_submission
 
 __all__ = [
@@ -103,7 +104,8 @@ def predict(
         config: flips, batch size, compilation; threshold and aggregation come later, in `write_submission`.
         run_config: device, precision, processes, hours, debug (the first few breasts alone are scored, the rest get the
             prior).
-        folder: where scores are kept as they come, and gone on from (see `ledger`), features of breasts too; None: nowhere.
+        folder: where scores are kept as they come, and gone on from (see `ledger`), features of breasts too, in a folder for
+            each set of weights, images, flips, precision that was asked for, and version of the kit; None: nowhere.
 
     Returns:
         `report.csv` as a frame, a row an image of test.csv in its order: prediction_id, patient_id, laterality, image_id,
@@ -135,7 +137,7 @@ def predict(
     steps = levels(list(scorer.ensemble.models), config.tta)
     found = Scored(table, scorer.ensemble, steps[0])
     wanted = table["breast_id"].isin(table["breast_id"].unique()[:4]).to_numpy() if run_config.debug else None
-    with Stop() as stop, _ledger(folder, run, scorer, found, config.infer_compile) as ledger:
+    with Stop() as stop, _ledger(folder, run, scorer, found, config, run_config) as ledger:
         for record in ledger.records():
             found.put(record)
         left = np.flatnonzero((found.status == "") if wanted is None else (found.status == "") & wanted)
@@ -145,7 +147,9 @@ def predict(
         if said:
             print(f"time: {said}, of which {budget.in_words(max(0.0, until - time.monotonic()))} are left")
         if folder is not None:
-            print(f"scores are kept in {folder}, {ledger.size / 1e6:,.0f} MB at most")
+            print(f"scores are kept in {ledger.folder}, {ledger.size / 1e6:,.0f} MB at most")
+            if others := sorted(path.name for path in Path(folder).glob("*/") if path.name != ledger.folder.name):
+                print(f"beside them are those of other weights, flips or versions of the kit: {', '.join(others)}")
         cause = ""
         while len(left):
             try:
@@ -172,7 +176,7 @@ def predict(
             report = found.report(why_not, wanted, keep_going=True)
     unreached = int(((found.status == "") & (True if wanted is None else wanted)).sum())
     if unreached:
-        kept = "" if folder is None else f"; the others are kept in {folder}, and the same call goes on"
+        kept = "" if folder is None else f"; the others are kept in {ledger.folder}, and the same call goes on"
         print(f"NOTE: {unreached:,} of {len(table):,} images were not scored: {why_not}{kept}")
     if stop.reason == "Ctrl-C":  # whoever asks for a stop wants no submission of priors from the cells that follow
         raise KeyboardInterrupt
@@ -228,23 +232,31 @@ def _clock(until: float, steps: Sequence, n_images: int, devices: Sequence[str],
     return Clock(until, steps, n_images, n_jobs or cores, n_threads, cores, model_cores=1.0 if cpu else 0.0)
 
 
-def _ledger(folder: Path | str | None, run: Path, scorer: Scorer, found: Scored, compile: str) -> Ledger:
+def _ledger(
+    folder: Path | str | None, run: Path, scorer: Scorer, found: Scored, config: InferConfig, run_config: env.RunConfig
+) -> Ledger:
     table, device = found.table, scorer.devices[0].split(":")[0]
-    noted = {"precision": scorer.precision, "device": device, "compile": compile}
+    noted = {"precision": scorer.precision, "device": device, "compile": config.infer_compile, **runs.versions()}
     key = _key(run, table, scorer.ensemble, found.passes)
+    if run_config.precision != "auto":
+        key["precision"] = run_config.precision  # then it is what somebody wants to see
+    if folder is not None:
+        folder = Path(folder) / config_hash(key)[:8]
     return Ledger(folder, key, table["image_id"], table["path"], found.shape, noted)
 
 
 def _key(run: Path, table: pd.DataFrame, ensemble: Ensemble, passes: Sequence[Pass]) -> dict:
     """What decides scores: by its content, so that a run that was copied or trained on is told from what it was."""
-    weights, folders = {}, runs.trained_folds(run)
+    weights, folders, code = {}, runs.trained_folds(run), hashlib.sha256()
     for fold, folder in ((fold, folders[fold]) for fold in ensemble.models):
         for name in ("best.safetensors", "model.json"):
             with open(folder / name, "rb") as file:
                 weights[f"fold{fold}/{name}"] = hashlib.file_digest(file, "sha256").hexdigest()
+    for path in sorted(Path(rsnakit.__file__).parent.glob("*.py")):
+        code.update(path.read_bytes())
     ids = table[["patient_id", "laterality", "image_id"]].to_csv(index=False).encode()
     return {
-        "version": rsnakit.__version__,
+        "code": code.hexdigest(),
         "weights": weights,
         "images": hashlib.sha256(ids).hexdigest(),
         "passes": [[each.fold, list(each.flips)] for each in passes],

@@ -612,25 +612,38 @@ def test_files_that_failed_or_were_changed_are_read_again(competition, run, tmp_
     assert second["score"][7] == pytest.approx(second["score"][6])
 
 
-def test_other_weights_or_flips_begin_anew(competition, tmp_path, reads, capsys):
+def test_other_weights_flips_or_code_begin_anew_and_delete_nothing(competition, tmp_path, reads, capsys, monkeypatch):
     run, scores = make_run(tmp_path), tmp_path / "scores"
     infer.predict(competition, run, InferConfig(), RUN, scores)
     n = len(reads())
     infer.predict(competition, run, InferConfig(infer_batch_size=2, aggregate="max"), RUN, scores)
-    assert reads() == []
-    capsys.readouterr()
+    assert reads() == [] and "beside them" not in capsys.readouterr().out
     infer.predict(competition, run, InferConfig(tta="vflip"), RUN, scores)
-    assert len(reads()) == n and "since passes differ" in capsys.readouterr().out
+    assert len(reads()) == n and "beside them are those of other weights, flips" in capsys.readouterr().out
+    infer.predict(competition, run, InferConfig(), dataclasses.replace(RUN, precision="bf16"), scores)
+    assert len(reads()) == n  # who asks for a precision wants to see what it does
+    infer.predict(competition, run, InferConfig(), RUN, scores)
+    assert reads() == []
     weights = make_run(tmp_path / "other") / "fold1" / "best.safetensors"
     model = models.load_weights(models.build_model(MODEL), weights)
     torch.nn.init.constant_(model.head.bias, 0.5)
     models.save_weights(model, run / "fold1" / "best.safetensors")
     infer.predict(competition, run, InferConfig(tta="vflip"), RUN, scores)
-    assert len(reads()) == n and "since weights.fold1/best.safetensors differ" in capsys.readouterr().out
+    assert len(reads()) == n
+    other = tmp_path / "code" / "rsnakit"
+    shutil.copytree(Path(infer.rsnakit.__file__).parent, other)
+    monkeypatch.setattr(infer.rsnakit, "__file__", str(other / "__init__.py"))
+    infer.predict(competition, run, InferConfig(tta="vflip"), RUN, scores)
+    assert reads() == []  # the same code, elsewhere
+    (other / "crop.py").write_text((other / "crop.py").read_text() + "MARGIN = 7\n")
+    infer.predict(competition, run, InferConfig(tta="vflip"), RUN, scores)
+    assert len(reads()) == n and len(list(scores.iterdir())) == 5
 
 
 def test_scores_that_another_process_writes_are_refused(competition, run, tmp_path):
-    with Lock(tmp_path / "scores", "inference"), pytest.raises(LockedError, match="inference: process"):
+    infer.predict(competition, run, InferConfig(), RUN, tmp_path / "scores")
+    (folder,) = (tmp_path / "scores").iterdir()
+    with Lock(folder, "inference"), pytest.raises(LockedError, match="inference: process"):
         infer.predict(competition, run, InferConfig(), RUN, tmp_path / "scores")
 
 
@@ -684,7 +697,8 @@ def test_killed_at_any_byte_of_what_it_keeps(competition, breast_run, tmp_path, 
         assert died.returncode == -signal.SIGKILL, died.stderr
         assert before.isdisjoint(read.read_text().split())
         read.unlink()
-        lines = (scores / "scores.csv").read_text().split("\n")[1:-1]  # the last one is torn, or empty
+        (kept,) = scores.glob("*/scores.csv")
+        lines = kept.read_text().split("\n")[1:-1]  # the last one is torn, or empty
         before = {line.split(",")[1] for line in lines}
     assert 2 <= len(before) < len(whole)
     report = infer.predict(competition, breast_run, InferConfig(infer_batch_size=2), RUN, scores)
@@ -814,16 +828,16 @@ def test_ctrl_c_ends_it_and_what_is_there_is_kept(competition, run, tmp_path, mo
         infer.predict(competition, run, InferConfig(infer_batch_size=2), RUN, tmp_path / "scores")
     assert "were not scored: stopped by Ctrl-C; the others are kept" in capsys.readouterr().out
     monkeypatch.undo()
-    lines = (tmp_path / "scores" / "scores.csv").read_text().count("\n") - 1
-    assert 4 <= lines < 16 and sorted(path.name for path in (tmp_path / "scores").iterdir()) == [
-        "key.json",
-        "scores.csv",
-    ]
+    (folder,) = (tmp_path / "scores").iterdir()
+    lines = (folder / "scores.csv").read_text().count("\n") - 1
+    assert 4 <= lines < 16 and sorted(path.name for path in folder.iterdir()) == ["key.json", "scores.csv"]
 
 
 def test_sigterm_is_sent_again_once_all_is_kept(competition, run, tmp_path, monkeypatch):
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append((tmp_path / "scores" / "lock.json").exists()))
+    before = signal.signal(
+        signal.SIGTERM, lambda number, _: heard.append(any((tmp_path / "scores").glob("*/lock.json")))
+    )
     try:
         sends(monkeypatch, signal.SIGTERM)
         report = infer.predict(competition, run, InferConfig(infer_batch_size=2), RUN, tmp_path / "scores")
