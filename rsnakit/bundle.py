@@ -169,14 +169,28 @@ def read(dist: Path) -> Bundle:
     data_set, kernel = dist / "dataset", dist / "kernel"
     if not (data_set / MANIFEST).is_file():
         raise BundleError(f"{dist}: no bundle here; `python -m rsnakit.kaggle bundle RUN --owner NAME` makes one")
+    for file in (data_set / DATA_SET_METADATA, kernel / KERNEL_METADATA, kernel / NOTEBOOK):
+        if not file.is_file():
+            raise BundleError(f"{file}: is not there. Bundle again.")
     with _plain_errors():
         described, about = read_json(data_set / MANIFEST), read_json(data_set / DATA_SET_METADATA)
-        notebook, _ = read_json(kernel / KERNEL_METADATA), read_json(kernel / NOTEBOOK)
+        notebook, code = read_json(kernel / KERNEL_METADATA), read_json(kernel / NOTEBOOK)
         id, ids = f"{described['owner']}/{described['slug']}", (about["id"], notebook["dataset_sources"])
         if ids != (id, [id]):
             raise BundleError(f"{dist}: the metadata name the data sets {ids[0]} and {ids[1]}, and the bundle is {id}")
         slugs.check_pair(about["id"], about["title"], "data set")
         kernel_slug = slugs.check_pair(notebook["id"], notebook["title"], "notebook")
+        made = _kernel_metadata(described["owner"], described["slug"], kernel_slug, notebook["title"]) | {
+            "id": notebook["id"]
+        }
+        for name in sorted(made.keys() | notebook.keys()):  # whose notebook it is, `publishing` asks
+            if made.get(name) != notebook.get(name):
+                raise BundleError(
+                    f"{kernel / KERNEL_METADATA}: {name} is {notebook.get(name)!r}, and was bundled as {made.get(name)!r}. "
+                    "Bundle again."
+                )
+        if not all(isinstance(cell["source"], str | list) for cell in code["cells"]):
+            raise BundleError(f"{kernel / NOTEBOOK}: is no notebook. Bundle again.")
         found, files = parcel.listed(data_set), described["files"]
         found = {path: entry for path, entry in found.items() if path not in (MANIFEST, DATA_SET_METADATA)}
         for what, paths in (
@@ -185,9 +199,7 @@ def read(dist: Path) -> Bundle:
             ("not as bundled", {path for path in found if found[path] != files.get(path)}),
         ):
             if paths:
-                raise BundleError(
-                    f"{data_set}: {len(paths)} files are {what}: {', '.join(sorted(paths)[:3])}. Bundle again."
-                )
+                raise BundleError(f"{data_set}: {len(paths)} {what}: {', '.join(sorted(paths)[:3])}. Bundle again.")
         return _bundle(dist, described, kernel_slug)
 
 

@@ -3,15 +3,21 @@ written and where; and what its code names that only this machine has."""
 
 import ast
 import contextlib
+import hashlib
+import importlib.metadata
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import nbformat
 import numpy as np
 import pandas as pd
+from packaging.utils import canonicalize_name
 
-from rsnakit import dicom, metrics, submission
+from rsnakit import bundle, dicom, metrics, submission, wheels
+from rsnakit.bundle import Bundle
+from rsnakit.files import read_json, write_json
 from rsnakit.hidden import HiddenSet
 from rsnakit.sandbox import Outcome
 
@@ -29,6 +35,8 @@ SHELL = (
     "run_line_magic",
     "run_cell_magic",
 )  # what IPython makes of lines that begin with ! and %
+NOTEBOOKS = ("IPython", "ipykernel", "ipywidgets")  # have these wherever they run
+REHEARSED, VERDICT = "rehearsal", "verdict.json"  # folder beside a bundle, and file in it
 NEAR = 1e-6  # between what a table says and what is made of it again
 
 
@@ -60,15 +68,45 @@ def over_limits(outcome: Outcome) -> list[str]:
     return faults
 
 
-def check_code(notebook: Path) -> tuple[list[str], list[str]]:
+def keep_verdict(made: Bundle, is_ok: bool, folder: Path) -> None:
+    """Notes whether a bundle passed, for `verdict_note`."""
+    write_json(folder / VERDICT, {"bundle": _fingerprint(made), "ok": is_ok})
+
+
+def verdict_note(made: Bundle) -> str:
+    """A sentence where a bundle was not rehearsed as it is, or did not pass; else "". It is looked for beside the bundle."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = read_json(made.folder.resolve().parent / REHEARSED / VERDICT)
+        if found["bundle"] == _fingerprint(made):
+            return "" if found["ok"] else "its rehearsal found faults, or left out some of the test sets"
+    return "this bundle, as it is, was not rehearsed: python -m rsnakit.kaggle rehearse"
+
+
+def _fingerprint(made: Bundle) -> str:
+    files = (made.dataset / bundle.MANIFEST, made.kernel / bundle.KERNEL_METADATA, made.kernel / bundle.NOTEBOOK)
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+
+
+def check_code(notebook: Path, files: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """Faults and notes on what a notebook's code names by a path that is none of Kaggle's.
 
     A path that is there on this machine is a fault: here it may do, and on Kaggle it will not. A use of $RSNAKIT_ROOT that
-    does without a default of / is noted: a rehearsal sets it, and Kaggle does not.
+    does without a default of / is noted: a rehearsal sets it, and Kaggle does not. So is a package that neither travels nor is
+    sure to be in Kaggle's image: what is installed here the notebook finds here.
+
+    Args:
+        notebook: its path.
+        files: of the data set, its wheels among them.
     """
     faults, notes = [], []
+    brought = {path.rpartition("/")[2].partition("-")[0] for path in files if path.endswith(".whl")}
     for number, cell in enumerate(_code_cells(notebook), 1):
-        paths, asks = _named_in(cell.source)
+        tree = _parsed(cell.source)
+        paths, asks = _named_in(tree)
+        if unsure := _not_on_kaggle(tree, brought):
+            notes.append(
+                f"code cell {number} imports {', '.join(unsure)}, which Kaggle's image may lack, and no wheel of it travels"
+            )
         for path in paths:
             known = Path(path).parts[1:2] and Path(path).parts[1] in EVERYWHERE
             if Path(path).exists() and not known:
@@ -80,14 +118,30 @@ def check_code(notebook: Path) -> tuple[list[str], list[str]]:
     return faults, notes
 
 
-def _named_in(code: str) -> tuple[list[str], bool]:
-    """Absolute paths in a cell's texts, in order, and whether it asks for $RSNAKIT_ROOT without a default."""
+def _parsed(code: str) -> list[ast.AST]:
+    """The nodes of a cell's syntax; none where it has an error, which a run tells."""
     from IPython.core.inputtransformer2 import TransformerManager
 
-    try:
-        nodes = list(ast.walk(ast.parse(TransformerManager().transform_cell(code))))
-    except SyntaxError:  # the run says so
-        return [], False
+    with contextlib.suppress(SyntaxError):
+        return list(ast.walk(ast.parse(TransformerManager().transform_cell(code))))
+    return []
+
+
+def _not_on_kaggle(nodes: Sequence[ast.AST], brought: Collection[str]) -> list[str]:
+    """What is imported of packages that neither are among those brought nor in `wheels.IMAGE`."""
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    tops = dict.fromkeys(name.partition(".")[0] for name in names)
+    asked = [top for top in tops if top not in sys.stdlib_module_names and top not in (*NOTEBOOKS, "rsnakit")]
+    there = {*wheels.IMAGE, *map(canonicalize_name, brought)}
+    if not any(top not in there for top in asked):
+        return []
+    of = importlib.metadata.packages_distributions()
+    return [top for top in asked if not there & {top, *map(canonicalize_name, of.get(top, ()))}]
+
+
+def _named_in(nodes: Sequence[ast.AST]) -> tuple[list[str], bool]:
+    """Absolute paths in a cell's texts, in order, and whether it asks for $RSNAKIT_ROOT without a default."""
     found, with_default, continued = [], set(), set()
     for node in nodes:
         if isinstance(node, ast.Call):

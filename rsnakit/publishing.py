@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rsnakit import bundle, client, listing
+from rsnakit import bundle, checking, client, listing
 from rsnakit.bundle import Bundle
 from rsnakit.client import PublishError, Say
 from rsnakit.files import read_json
@@ -97,7 +97,7 @@ def publish(
     data_set, notebook = _ids(made)
     message = message or f"{made.run} by rsnakit"
     steps = _commands(made, data_set, notebook, message, public)
-    for note in made.notes:
+    for note in filter(None, (*made.notes, checking.verdict_note(made))):
         say(f"NOTE: {note}")
     if dry_run:
         _show(steps, upload, say)

@@ -19,7 +19,6 @@ import pydicom
 
 from rsnakit import bundle, checking, demo, env, hidden, mounts, sandbox
 from rsnakit.bundle import Bundle
-from rsnakit.files import read_json
 from rsnakit.hidden import HiddenSet
 from rsnakit.sandbox import Isolation, Outcome
 
@@ -83,6 +82,7 @@ class Rehearsal:
     projection: Projection | None
     faults: tuple[str, ...]
     notes: tuple[str, ...]
+    open: str = ""  # what it could not tell
 
     @property
     def ok(self) -> bool:
@@ -109,7 +109,7 @@ class Rehearsal:
         lines += self.notes
         count = len(self.faults) + sum(len(stage.faults) for stage in self.stages)
         ends = (
-            "this bundle can go to Kaggle"
+            f"this bundle can go to Kaggle{self.open}"
             if self.ok
             else f"{count} fault{'s' * (count > 1)}: do not submit this bundle"
         )
@@ -153,7 +153,7 @@ def rehearse(
         raise ValueError(f"images is {images}: a set made to hurt has {hidden.LEAST} or more")
     dist = Path(dist).resolve()
     made = bundle.read(dist)
-    keep = Path(keep) if keep else dist.parent / "rehearsal"
+    keep = Path(keep) if keep else dist.parent / checking.REHEARSED
     keep.mkdir(parents=True, exist_ok=True)
     place = env.RunConfig(data_dir=str(competition or ""), work_dir=str(dist.parent))
     source = demo.open_competition(place, demo.DemoConfig())
@@ -176,9 +176,10 @@ def rehearse(
         say(_line(done[-1]))
         if done[-1].outcome.timed_out:
             break
-    about = _metadata(made)
-    faults, notes = checking.check_code(made.kernel / about["code_file"])
-    return _conclude(done, [*_faults_of_metadata(about), *faults], megapixels, gpu_speedup, notes)
+    faults, notes = checking.check_code(made.kernel / bundle.NOTEBOOK, made.files)
+    found = _conclude(done, faults, megapixels, gpu_speedup, [*notes, *made.notes])
+    checking.keep_verdict(made, found.ok and tuple(stages) == STAGES, keep)
+    return found
 
 
 def _hidden(folders: Sequence[Path]) -> str:
@@ -231,7 +232,7 @@ def _perform(
 ) -> Stage:
     """Runs the notebook where it cannot see what is private, and checks what it leaves."""
     inputs, working, running = root / "kaggle/input", root / "kaggle/working", root / "executed.ipynb"
-    code = shutil.copyfile(made.kernel / _metadata(made)["code_file"], root / "code.ipynb")
+    code = shutil.copyfile(made.kernel / bundle.NOTEBOOK, root / "code.ipynb")
     executed, log = kept.with_name(kept.name + ".ipynb"), kept.with_name(kept.name + ".log")
     for old in (executed, log):
         old.unlink(missing_ok=True)
@@ -268,22 +269,6 @@ def _perform(
         kept.name, layout, test.kind, len(test.images), breasts, outcome, tuple(faults), tuple(notes), decode_s,
         checking.seconds_of_cells(executed), executed,
     )  # fmt: skip
-
-
-def _metadata(made: Bundle) -> dict:
-    return read_json(made.kernel / bundle.KERNEL_METADATA)
-
-
-def _faults_of_metadata(about: dict) -> list[str]:
-    """What the rehearsal gives the notebook, and Kaggle by these metadata would not."""
-    faults = []
-    if mounts.SLUG not in about["competition_sources"]:
-        faults.append(
-            f"{bundle.KERNEL_METADATA}: {mounts.SLUG} is not among the competition_sources, so it is not mounted"
-        )
-    if about["enable_internet"]:
-        faults.append(f"{bundle.KERNEL_METADATA}: enable_internet is on, and the competition takes no such notebook")
-    return faults
 
 
 # ---- what it comes to
@@ -327,7 +312,9 @@ def _conclude(
         f"{found.image_s:.3f} s x {cores} cores here / {KAGGLE_CORES} there"
         f"{divided}. The models have {found.models_share:.0%} of an image's time, on {device}{faster}.",
     ]
+    unproven = ""
     if megapixels < SMALLEST_MP:
+        unproven = f"; that it keeps to {LIMIT_H:.0f} hours is not proven, for its images were small"
         notes.append(
             f"the images here have {megapixels:.2g} megapixels, those of the competition {SMALLEST_MP:.1f} to 26: there they "
             "take longer than these hours say. Give --competition a folder with some of its own."
@@ -337,7 +324,7 @@ def _conclude(
             f"{HIDDEN_IMAGES:,} images would take {found.hours:.1f} h, more than {LIMIT_H:.0f}: use fewer folds, smaller "
             "images, a smaller model, or a GPU (gpu_speedup)"
         ]
-    return Rehearsal(tuple(done), found, tuple(faults), tuple(notes))
+    return Rehearsal(tuple(done), found, tuple(faults), tuple(notes), unproven)
 
 
 def _megapixels(test: HiddenSet) -> float:

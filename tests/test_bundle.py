@@ -183,21 +183,35 @@ def change(path: Path, **values) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def without(path: Path, name: str) -> None:
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != name}))
+
+
 @pytest.mark.parametrize(
     ("hurt", "said"),
     [
-        (lambda to: (to / "dataset/runs/first-run/fold1/best.safetensors").unlink(), "1 files are missing"),
+        (lambda to: (to / "dataset/runs/first-run/fold1/best.safetensors").unlink(), "1 missing: runs/first-run/fold1/best."),
         (lambda to: (to / "dataset/rsnakit/extra.py").write_text("x"), "not of this bundle: rsnakit/extra.py"),
         (lambda to: turn(to / "dataset/requirements.txt"), "not as bundled: requirements.txt"),
         (lambda to: (to / "dataset/link").symlink_to(to), "link: is a link"),
         (lambda to: (to / "dataset/bundle.json").write_text("{"), "bundle.json: cut short or damaged"),
         (lambda to: (to / "dataset/bundle.json").write_text("[]"), "not those that were bundled"),
-        (lambda to: (to / "kernel/04_inference.ipynb").unlink(), "04_inference.ipynb"),
+        (lambda to: (to / "kernel/04_inference.ipynb").unlink(), "04_inference.ipynb: is not there. Bundle again"),
+        (lambda to: (to / "kernel/04_inference.ipynb").write_text("[1, 2]"), "not those that were bundled"),
+        (lambda to: (to / "kernel/04_inference.ipynb").write_text('{"cells": [{"source": 7}]}'), "is no notebook"),
         (lambda to: change(to / "dataset/dataset-metadata.json", id="john/rsnakit-first-run"), "john/rsnakit-first-run"),
         (lambda to: change(to / "dataset/dataset-metadata.json", title="Another title"), "makes the id jane/another-title"),
         (lambda to: change(to / "kernel/kernel-metadata.json", id="jane/other"), "makes the id jane/rsnakit-first-run-inf"),
         (lambda to: change(to / "kernel/kernel-metadata.json", id="INSERT_USER/first-run-inference"), "kaggle.com/NAME"),
         (lambda to: change(to / "kernel/kernel-metadata.json", dataset_sources=[]), "the metadata name the data sets"),
+        (lambda to: change(to / "kernel/kernel-metadata.json", enable_gpu=False), "enable_gpu is False, and was bundled"),
+        (lambda to: change(to / "kernel/kernel-metadata.json", enable_internet=True), "enable_internet is True"),
+        (lambda to: change(to / "kernel/kernel-metadata.json", is_private=False), "is_private is False"),
+        (lambda to: change(to / "kernel/kernel-metadata.json", machine_shape="NvidiaTeslaP100"), "machine_shape is 'Nvid"),
+        (lambda to: change(to / "kernel/kernel-metadata.json", competition_sources=[]), "competition_sources is []"),
+        (lambda to: change(to / "kernel/kernel-metadata.json", code_file="../../x.ipynb"), "code_file is '../../x.ipynb'"),
+        (lambda to: (to / "kernel/kernel-metadata.json").write_text("{}"), "not those that were bundled"),
+        (lambda to: without(to / "kernel/kernel-metadata.json", "code_file"), "code_file is None"),
         (lambda to: shutil.rmtree(to), "no bundle here; `python -m rsnakit.kaggle bundle"),
     ],
 )  # fmt: skip

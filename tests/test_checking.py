@@ -104,12 +104,16 @@ def test_images_without_a_row_and_a_report_that_is_none(many, left):
     (left / "report.csv").write_text("\n".join(report[:-2]) + "\n")
     (fault,) = checking.check(left, many)[1]
     assert "no row for 2 images" in fault and many.images["image_id"].iloc[-1] in fault
-    change(left, 3, score="")
-    assert any(fault.startswith("report.csv has no score for 1 images, ") for fault in checking.check(left, many)[1])
     (left / "report.csv").write_text("nothing\n1\n")
     assert "report.csv cannot be used" in checking.check(left, many)[1][0]
     (left / "report.csv").unlink()
     assert checking.check(left, many)[1] == ["report.csv is not in /kaggle/working"]
+
+
+def test_a_row_without_a_score(many, left):
+    change(left, 3, score="")
+    (fault,) = checking.check(left, many)[1]
+    assert fault.startswith("report.csv has no score for 1 images, ")
 
 
 def test_what_is_worth_knowing(many, left):
@@ -213,6 +217,26 @@ def test_code_that_names_what_only_this_machine_has(tmp_path):
     )  # fmt: skip
     assert checked(*plain) == ([], [])
     assert checking.check_code(REPOSITORY / "notebooks/04_inference.ipynb") == ([], [])
+
+
+def test_packages_that_kaggle_may_lack(tmp_path):
+    """pytest is installed here and not there; timm is where its wheel travels; NumPy and Pillow are in the image."""
+    cells = [
+        "import os, numpy, PIL.Image\nfrom rsnakit import params",
+        "import timm\nfrom pytest import raises",
+        "import timm",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbformat.write(book, tmp_path / "a.ipynb")
+    said = "which Kaggle's image may lack, and no wheel of it travels"
+    assert checking.check_code(tmp_path / "a.ipynb", ["wheels/timm-1.0.31-py3-none-any.whl"]) == (
+        [],
+        [f"code cell 2 imports pytest, {said}"],
+    )
+    assert checking.check_code(tmp_path / "a.ipynb", ["rsnakit/data.py"])[1] == [
+        f"code cell 2 imports timm, pytest, {said}",
+        f"code cell 3 imports timm, {said}",
+    ]
 
 
 def test_inputs_that_were_written(many):
