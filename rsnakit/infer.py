@@ -39,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 HEADERS = 100  # looked at before the work begins
+MANY = 0.1  # share of failed images that is spoken of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +179,10 @@ def predict(
     if unreached:
         kept = "" if folder is None else f"; the others are kept in {ledger.folder}, and the same call goes on"
         print(f"NOTE: {unreached:,} of {len(table):,} images were not scored: {why_not}{kept}")
+    failed = report["status"] == "failed"
+    if failed.mean() > MANY:
+        image_id, reason = report.loc[failed, ["image_id", "reason"]].iloc[0]
+        print(f"NOTE: {failed.sum():,} of {len(table):,} images failed, {image_id} for this reason: {reason}")
     if stop.reason == "Ctrl-C":  # whoever asks for a stop wants no submission of priors from the cells that follow
         raise KeyboardInterrupt
     return report

@@ -1,6 +1,7 @@
 """Models on one device: what they make of images, all folds and all flips in one pass over the pixels."""
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -20,6 +21,10 @@ TTA = {
     "diagonal": ((), (2, 3)),
     "all": ((), (3,), (2,), (2, 3)),
 }
+# What cuDNN says where it has no room for what it needs besides.
+NO_ROOM = (
+    r"unable to find an engine to execute this|[Uu]nable to find a valid cuDNN algorithm|CUDNN_STATUS_INTERNAL_ERROR"
+)
 # Compilation's modes that are taken for others: captured graphs belong to the thread that captured them.
 MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -126,7 +131,7 @@ class Replica:
         try:
             return self._outputs(pixels, passes, precision)
         except Exception as error:
-            if failures.what_ran_out(error) != "GPU" or len(pixels) == 1:
+            if not _lacks_room(error) or len(pixels) == 1:
                 raise
             return None
 
@@ -174,6 +179,11 @@ class Replica:
                     print(f"NOTE: {self.device}: compiling failed, and the models run uncompiled ({cause})")
                 self.compiled = False
         return self.plain[fold](shown)
+
+
+def _lacks_room(error: Exception) -> bool:
+    """Whether fewer images at a time may help."""
+    return failures.what_ran_out(error) in ("GPU", "memory") or bool(re.search(NO_ROOM, str(error)))
 
 
 def _function_of(net: torch.nn.Module, by_breast: bool) -> Callable[[torch.Tensor], torch.Tensor]:

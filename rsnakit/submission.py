@@ -133,7 +133,7 @@ def check_submission(submission: Path | str | pd.DataFrame, test: Path | str | p
     if not isinstance(submission, pd.DataFrame):
         submission = pd.read_csv(submission, dtype=ids, keep_default_na=False)
     if not isinstance(test, pd.DataFrame):
-        test = pd.read_csv(test, dtype=ids, usecols=["prediction_id"])
+        test = pd.read_csv(test, dtype=ids, usecols=["prediction_id"], keep_default_na=False)
     if list(submission.columns) != COLUMNS:
         raise SubmissionError(f"columns are {list(submission.columns)}, expected {COLUMNS}")
     expected = test["prediction_id"].astype(str).drop_duplicates().tolist()

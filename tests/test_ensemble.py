@@ -117,8 +117,9 @@ def test_models_of_breasts_give_features(tmp_path):
 class Line(nn.Module):
     """(B,) `weight` times the mean of an image, plus `bias`, in the precision at hand; notes the shapes that it was shown."""
 
-    def __init__(self, weight: float, bias: float = 0.0, room: int = 99) -> None:
+    def __init__(self, weight: float, bias: float = 0.0, room: int = 99, full: Exception | None = None) -> None:
         super().__init__()
+        self.full = full or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         self.linear, self.room, self.shown = nn.Linear(1, 1), room, []
         with torch.no_grad():
             self.linear.weight.fill_(weight)
@@ -127,7 +128,7 @@ class Line(nn.Module):
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         self.shown.append(len(images))
         if len(images) > self.room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise self.full
         return {"cancer": self.linear(images.mean((2, 3))).squeeze(1)}
 
 
@@ -162,6 +163,25 @@ def test_where_memory_does_not_suffice_images_come_in_halves(capsys):
     assert net.shown == [8, 4, *[2] * 8]  # tried again once, and not with each batch
     said = capsys.readouterr().out
     assert said.count("has no room for 8 images at a time, and gets 4") == 1 and said.count("NOTE") == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
+        "Unable to find a valid cuDNN algorithm to run convolution",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8",
+    ],
+)
+def test_a_lack_of_room_has_many_names(said):
+    net = Line(1.0, room=2, full=RuntimeError(said))
+    found = Replica({0: net}, "cpu", "fp32", "off", 8, False).score(grey(*range(0, 4000, 500)), FIRST)[Pass(0)]
+    np.testing.assert_allclose(found, np.arange(0, 4000, 500) / 4095, rtol=1e-5)
+    assert net.shown == [8, 4, 2, 2, 2, 2]
 
 
 def test_an_image_for_which_there_is_no_room_at_all_is_an_error():

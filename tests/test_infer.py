@@ -139,6 +139,16 @@ def test_images_that_cannot_be_read_get_the_prior_and_a_line(competition, run, r
     assert submission["cancer"][0] == pytest.approx(first["score"].mean())
 
 
+def test_many_failed_images_are_said(competition, run, tmp_path, capsys):
+    root = tmp_path / "none"
+    root.mkdir()
+    shutil.copy(competition / "test.csv", root)
+    report = infer.predict(root, run, InferConfig(), RUN)
+    n, first = len(report), report.iloc[0]
+    said = capsys.readouterr().out
+    assert f"NOTE: {n} of {n} images failed, {first['image_id']} for this reason: {first['reason']}\n" in said
+
+
 def test_one_image_alone(competition, run, tmp_path):  # I02
     root = tmp_path / "one"
     root.mkdir()

@@ -47,3 +47,9 @@ def test_what_only_shows_something_ends_no_submission_that_is_scored(monkeypatch
     assert infer.shown(divmod, 7, 2) == (3, 1)
     assert infer.shown(divmod, 1, 0) is None
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_ids_that_read_as_nothing_are_ids(tmp_path):
+    (tmp_path / "test.csv").write_text("prediction_id,age\nNA,60\nNA,60\nnull,\n")
+    (tmp_path / "s.csv").write_text("prediction_id,cancer\nNA,0.5\nnull,1\n")
+    assert infer.check_submission(tmp_path / "s.csv", tmp_path / "test.csv")["cancer"].tolist() == [0.5, 1.0]
