@@ -134,7 +134,10 @@ def test_from_the_address_of_a_repository_once(clone, tmp_path, how):
     assert (here / "rsnakit-code/notebooks/03_train.ipynb").exists()
     assert [path.name for path in here.iterdir()] == ["rsnakit-code"]
     shutil.rmtree(clone)  # so that it could not be brought once more
-    assert found(run(here, tmp_path, cell, **given)) == expected
+    done = run(here, tmp_path, cell, **given)
+    assert found(done) == expected
+    kept = f"package: {here / 'rsnakit-code'}, as it was brought once; delete that folder to have it brought anew"
+    assert done.stdout.splitlines()[0] == kept
     assert found(run(here / "deeper", tmp_path)) == expected
 
 
