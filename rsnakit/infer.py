@@ -106,7 +106,8 @@ def predict(
         run_config: device, precision, processes, hours, debug (the first few breasts alone are scored, the rest get the
             prior).
         folder: where scores are kept as they come, and gone on from (see `ledger`), features of breasts too, in a folder for
-            each set of weights, images, flips, precision that was asked for, and version of the kit; None: nowhere.
+            each set of weights, images, flips, precision that was asked for, and version of the kit; None: nowhere. What
+            was scored by fewer passes is scored again, once all others have been.
 
     Returns:
         `report.csv` as a frame, a row an image of test.csv in its order: prediction_id, patient_id, laterality, image_id,
@@ -141,10 +142,12 @@ def predict(
     with Stop() as stop, _ledger(folder, run, scorer, found, config, run_config) as ledger:
         for record in ledger.records():
             found.put(record)
-        left = np.flatnonzero((found.status == "") if wanted is None else (found.status == "") & wanted)
+        asked_for = np.ones(len(table), bool) if wanted is None else wanted
+        new = np.flatnonzero((found.status == "") & asked_for)
+        poor = np.flatnonzero((found.status == "ok") & ~found.asked.all(1) & asked_for)
         if before := int((found.status != "").sum()):
-            print(f"{before:,} of {len(table):,} images were scored before, {len(left):,} are left")
-        clock = _clock(until, steps, len(left), scorer.devices, run_config.n_jobs)
+            again = f"; {len(poor):,} that were by fewer passes are scored again" if len(poor) else ""
+            print(f"{before:,} of {len(table):,} images were scored before, {len(new):,} are left{again}")
         if said:
             print(f"time: {said}, of which {budget.in_words(max(0.0, until - time.monotonic()))} are left")
         if folder is not None:
@@ -152,30 +155,13 @@ def predict(
             if others := sorted(path.name for path in Path(folder).glob("*/") if path.name != ledger.folder.name):
                 print(f"beside them are those of other weights, flips or versions of the kit: {', '.join(others)}")
         cause = ""
-        while len(left):
-            try:
-                _score(scorer, left, clock, stop, found, ledger, run_config.n_jobs, config.infer_batch_size)
-                break
-            except Exception as error:
-                if not rerun:
-                    raise
-                traceback.print_exc()  # with what there is, the submission is worth more than nothing
-                before, left = left, left[found.status[left] == ""]
-                if len(left) == len(before):  # else it goes on: what is left may be without fault
-                    cause = f"inference ended with an error: {in_line(error)}"
-                    break
+        for rows in (new, poor):  # those that have no score come first, and the clock is theirs alone
+            clock = _clock(until, steps, len(rows), scorer.devices, run_config.n_jobs)
+            args = clock, stop, found, ledger, run_config.n_jobs, config.infer_batch_size
+            cause = cause or _go_through(scorer, rows, *args, keep_going=rerun)
         why_not = (stop.reason and f"stopped by {stop.reason}") or cause or f"no time was left of {said}"
-        found.ensemble = scorer.ensemble
-        try:
-            report = found.report(why_not, wanted)
-        except Exception as error:
-            if not rerun:
-                raise
-            traceback.print_exc()
-            print(f"NOTE: breasts are classified again, on the CPU ({in_line(error)})")
-            found.ensemble = scorer.on_cpu
-            report = found.report(why_not, wanted, keep_going=True)
-    unreached = int(((found.status == "") & (True if wanted is None else wanted)).sum())
+        report = _report(scorer, found, why_not, wanted, keep_going=rerun)
+    unreached = int(((found.status == "") & asked_for).sum())
     if unreached:
         kept = "" if folder is None else f"; the others are kept in {ledger.folder}, and the same call goes on"
         print(f"NOTE: {unreached:,} of {len(table):,} images were not scored: {why_not}{kept}")
@@ -186,6 +172,37 @@ def predict(
     if stop.reason == "Ctrl-C":  # whoever asks for a stop wants no submission of priors from the cells that follow
         raise KeyboardInterrupt
     return report
+
+
+def _go_through(scorer: Scorer, left: np.ndarray, *args: object, keep_going: bool) -> str:
+    """Scores the table's rows `left` as `_score`, which see. To keep going, what remains is begun anew after an error, as long
+    as there is less of it each time; if there is not, the error is given back in a sentence."""
+    found, todo = args[2], left
+    while len(todo):
+        try:
+            _score(scorer, todo, *args)
+            break
+        except Exception as error:
+            if not keep_going:
+                raise
+            traceback.print_exc()  # with what there is, the submission is worth more than nothing
+            before, todo = todo, todo[found.status[todo] == ""]
+            if len(todo) == len(before):
+                return f"inference ended with an error: {in_line(error)}"
+    return ""
+
+
+def _report(scorer: Scorer, found: Scored, why_not: str, wanted: np.ndarray | None, keep_going: bool) -> pd.DataFrame:
+    found.ensemble = scorer.ensemble  # on a device that has not failed
+    try:
+        return found.report(why_not, wanted)
+    except Exception as error:
+        if not keep_going:
+            raise
+        traceback.print_exc()
+        print(f"NOTE: breasts are classified again, on the CPU ({in_line(error)})")
+        found.ensemble = scorer.on_cpu
+        return found.report(why_not, wanted, keep_going=True)
 
 
 def _score(
@@ -208,10 +225,11 @@ def _score(
         for change in clock.changes[changes:]:
             progress.write(f"NOTE: {change.reason}")
         records = found.records(left[batch["item"]], batch, outputs)
+        records = [each for each in records if found.improves(each)]
         for record in records:
             found.put(record)
         ledger.keep(records)
-        progress.update(len(records))
+        progress.update(len(batch["item"]))
 
     def is_over() -> bool:
         return clock.over() or stop.asked()

@@ -15,6 +15,7 @@ REPORT_COLUMNS = [
     "prediction_id", "patient_id", "laterality", "image_id", "status", "score", "score_of", "seconds", "reason",
 ]  # fmt: skip
 NOT_FINITE = "the model gave no finite score"
+NOT_CLASSIFIED = "the model failed over its breast, or gave no finite score"
 BREASTS = 512  # pooled at a time
 
 
@@ -68,6 +69,10 @@ class Scored:
             )
         return found
 
+    def improves(self, record: Record) -> bool:
+        """Whether an image has not been looked at, or was scored by fewer passes."""
+        return self.status[record.row] == "" or record.used.bit_count() > self.used[record.row].sum()
+
     def put(self, record: Record) -> None:
         row, bits = record.row, range(len(self.passes))
         self.status[row], self.reason[row] = record.status, record.reason
@@ -94,7 +99,7 @@ class Scored:
         if self.shape:
             score, asked, used = self._of_breasts(ok, keep_going)
             odd = ok & ~np.isfinite(score)
-            status[odd], reason[odd] = "failed", NOT_FINITE
+            status[odd], reason[odd] = "failed", NOT_CLASSIFIED if keep_going else NOT_FINITE
             ok, what = ok & ~odd, "its breast was scored"
             score = np.where(np.isfinite(score), score, self.ensemble.prior)
         else:
