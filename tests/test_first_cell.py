@@ -136,8 +136,7 @@ def test_from_the_address_of_a_repository_once(clone, tmp_path, how):
     shutil.rmtree(clone)  # so that it could not be brought once more
     done = run(here, tmp_path, cell, **given)
     assert found(done) == expected
-    kept = f"package: {here / 'rsnakit-code'}, as it was brought once; delete that folder to have it brought anew"
-    assert done.stdout.splitlines()[0] == kept
+    assert done.stdout.splitlines()[0] == f"rsnakit from {here / 'rsnakit-code'} (delete it to have it brought anew)"
     assert found(run(here / "deeper", tmp_path)) == expected
 
 
