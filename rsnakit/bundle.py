@@ -31,7 +31,8 @@ __all__ = ["Bundle", "BundleError", "make", "read"]
 NOTEBOOK = "04_inference.ipynb"
 DATA_SET_METADATA, KERNEL_METADATA = "dataset-metadata.json", "kernel-metadata.json"
 GPU = "NvidiaTeslaT4"
-FOLDERS = ("data_dir", "work_dir", "store_dir")  # parameters that are folders
+# Parameters that are folders, and below which one they can be on Kaggle.
+FOLDERS = {"data_dir": "/kaggle/input/", "work_dir": "/kaggle/working/", "store_dir": "/kaggle/working/"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def make(
             shutil.copyfile(path, data_set / "wheels" / path.name)
         described = {
             "run": name, "owner": owner, "slug": slug, "rsnakit": rsnakit.__version__, "folds": list(nets),
-            "notes": _notes(run, given, taken), "files": parcel.listed(data_set),
+            "notes": _notes(run, taken), "files": parcel.listed(data_set),
         }  # fmt: skip
         write_json(data_set / MANIFEST, described)
         about = {"title": title, "id": f"{owner}/{slug}", "licenses": [{"name": "other"}]}
@@ -243,18 +244,24 @@ def _checked(run: Path, name: str, parameters: Mapping[str, object]) -> tuple[di
     given = {setting: known.get(setting, value) for setting, value in parameters.items()}
     given = {setting: list(value) if isinstance(value, tuple) else value for setting, value in given.items()}
     infer.refuse_other_settings(run, {setting: given[setting] for setting in given if setting not in known})
-    for setting in FOLDERS:
+    for setting, top in FOLDERS.items():
         value = str(given.get(setting, ""))
-        if parcel.ABSOLUTE.match(value) and not value.startswith("/kaggle/"):
+        if value and not os.path.normpath(value).startswith(top):
             raise BundleError(
-                f"{setting}: {value!r} is a folder of this machine, and on Kaggle there is /kaggle/; leave it out"
+                f"{setting}: {value!r} is a folder of this machine, and on Kaggle it is in {top}; leave it out"
             )
+    if given.get("device", "auto") not in ("auto", "cuda", "cuda:0", "cuda:1"):
+        raise BundleError(
+            f"device: {given['device']!r} makes no use of Kaggle's two GPUs, which are asked for; leave it out"
+        )
+    if given.get("debug"):
+        raise BundleError("debug: the notebook would score a few breasts, and write no submission.csv; leave it out")
     if given.get("run", "") not in ("", name):
         raise BundleError(f"run: {given['run']!r} stays here, and {name} is the one that travels; leave it out")
     return given, configs[2]
 
 
-def _notes(run: Path, given: Mapping[str, object], taken: list[Path]) -> list[str]:
+def _notes(run: Path, taken: list[Path]) -> list[str]:
     settings, trained, notes = runs.read_config(run, *runs.KIND), runs.trained_folds(run), []
     if settings["is_demo"]:
         notes.append("this run was trained on the demo: good for a rehearsal, and worth nothing on real mammograms")
@@ -263,8 +270,6 @@ def _notes(run: Path, given: Mapping[str, object], taken: list[Path]) -> list[st
     for fold, state in runs.unfinished_folds(run).items():
         left = "taken as it is, as none is finished" if fold in trained else "left out"
         notes.append(f"fold {fold} is not finished, {state}, and is {left}")
-    if given.get("debug"):
-        notes.append("the notebook has debug: it scores a few breasts, and all others get the prior")
     if not taken:
         notes.append("no wheels travel: what Kaggle's image lacks cannot be installed there without internet")
     return notes

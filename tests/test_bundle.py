@@ -364,6 +364,12 @@ def test_parameters_are_papermills_own_cell(own, tmp_path, repository):
         ({"height": 1024}, "height=1024 (trained with 64)"),
         ({"data_dir": f"{HOME}/rsna"}, "data_dir: '/home/jane.doe/rsna' is a folder of this machine"),
         ({"work_dir": "~/work"}, "work_dir: '~/work' is a folder of this machine"),
+        ({"data_dir": "demo"}, "data_dir: 'demo' is a folder of this machine, and on Kaggle it is in /kaggle/input/"),
+        ({"data_dir": "/kaggle/input/../working/x"}, "data_dir: '/kaggle/input/../working/x'"),
+        ({"work_dir": "/kaggle/input/x"}, "on Kaggle it is in /kaggle/working/"),
+        ({"device": "cpu"}, "device: 'cpu' makes no use of Kaggle's two GPUs"),
+        ({"device": "cuda:5"}, "device: 'cuda:5'"),
+        ({"debug": "true"}, "write no submission.csv"),
         ({"run": "second-run"}, "first-run is the one that travels"),
     ],
 )
