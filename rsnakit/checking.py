@@ -70,19 +70,20 @@ def over_limits(outcome: Outcome) -> list[str]:
 
 def keep_verdict(made: Bundle, is_ok: bool, folder: Path) -> None:
     """Notes whether a bundle passed, for `verdict_note`."""
-    write_json(folder / VERDICT, {"bundle": _fingerprint(made), "ok": is_ok})
+    write_json(folder / VERDICT, {"bundle": fingerprint(made), "ok": is_ok})
 
 
 def verdict_note(made: Bundle) -> str:
     """A sentence where a bundle was not rehearsed as it is, or did not pass; else "". It is looked for beside the bundle."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = read_json(made.folder.resolve().parent / REHEARSED / VERDICT)
-        if found["bundle"] == _fingerprint(made):
+        if found["bundle"] == fingerprint(made):
             return "" if found["ok"] else "its rehearsal found faults, or left out some of the test sets"
     return "this bundle, as it is, was not rehearsed: python -m rsnakit.kaggle rehearse"
 
 
-def _fingerprint(made: Bundle) -> str:
+def fingerprint(made: Bundle) -> str:
+    """What tells a bundle from any other: a hash of its list of files, of the notebook and of its metadata."""
     files = (made.dataset / bundle.MANIFEST, made.kernel / bundle.KERNEL_METADATA, made.kernel / bundle.NOTEBOOK)
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
 

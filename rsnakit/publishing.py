@@ -203,14 +203,13 @@ def _upload(arguments: tuple[str, ...], folder: Path, say: Say) -> None:
     reply = client.run(*arguments, say=say, limit_s=None)
     doing = "uploading the data set"
     refused = re.search(r"creation error: (.*)", reply.text)
-    if refused and "already in use" in refused[1]:
-        raise PublishError(
-            client.redact(f"{doing}: {refused[1]} Give another with --title of `python -m rsnakit.kaggle bundle`.")
-        )
+    if refused:
+        hint = " Give another with --title of `python -m rsnakit.kaggle bundle`." * ("already in use" in refused[1])
+        raise PublishError(client.redact(f"{doing}: Kaggle refuses it: {refused[1].strip()}{hint}"))
     hints = {
         "refused": "Kaggle refuses it (403): the token may not create data sets, or the space for private ones is used up."
     }
-    if reply.status or refused or "is being created" not in reply.text:
+    if reply.status or "is being created" not in reply.text:
         raise client.failure(reply, doing, hints)
     names = {path.name if path.is_file() else f"{path.name}.zip" for path in folder.iterdir()}
     arrived = set(re.findall(r"Upload successful: (.+) \(", reply.text))

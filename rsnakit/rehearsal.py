@@ -19,12 +19,14 @@ import pydicom
 
 from rsnakit import bundle, checking, demo, env, hidden, mounts, sandbox
 from rsnakit.bundle import Bundle
+from rsnakit.files import Lock, LockedError, write_atomic
 from rsnakit.hidden import HiddenSet
-from rsnakit.sandbox import Isolation, Outcome
+from rsnakit.sandbox import Isolation, Outcome, SandboxError
 
 STAGES = (("flat", "visible"), ("nested", "visible"), ("flat", "one"), ("nested", "many"))  # layout, test set
 LIMIT_H = 9.0  # of a submission
 HIDDEN_IMAGES, KAGGLE_CORES = 32_000, 4
+PREFIX = "rsnakit-rehearsal-"
 SMALLEST_MP = 2082 * 2776 / 1e6  # of the competition's images
 
 
@@ -144,7 +146,8 @@ def rehearse(
 
     Raises:
         rsnakit.bundle.BundleError: what is in `dist` is not what was bundled.
-        rsnakit.sandbox.SandboxError: this machine cannot keep it apart, or has the package installed.
+        rsnakit.sandbox.SandboxError: this machine cannot keep it apart, or has the package installed; or another rehearsal is
+            writing to `keep`.
         ValueError, FileNotFoundError: no test set can be made of the competition, see `hidden.make`.
     """
     if not gpu_speedup > 0:
@@ -165,21 +168,34 @@ def rehearse(
     with tempfile.TemporaryDirectory(prefix="rsnakit-") as nowhere:
         sandbox.refuse_package("rsnakit", Path(nowhere), isolation)
     done: list[Stage] = []
-    megapixels = 0.0
-    for number, (layout, kind) in enumerate(stages, 1):
-        name = f"{number}_{layout}_{kind}"
-        with _root() as root:
-            test = _lay_out(made, root, layout, source.path, kind, images, seed, isolation.inputs == "mount")
-            say(f"{name}: {len(test.images):,} images")
-            megapixels = _megapixels(test)
-            done.append(_perform(made, root, layout, test, keep / name, timeout_s, isolation, private))
-        say(_line(done[-1]))
-        if done[-1].outcome.timed_out:
-            break
+    megapixels, before = 0.0, checking.fingerprint(made)
+    with _alone(keep):
+        for number, (layout, kind) in enumerate(stages, 1):
+            name = f"{number}_{layout}_{kind}"
+            with _root(keep) as root:
+                test = _lay_out(made, root, layout, source.path, kind, images, seed, isolation.inputs == "mount")
+                say(f"{name}: {len(test.images):,} images")
+                megapixels = _megapixels(test)
+                done.append(_perform(made, root, layout, test, keep / name, timeout_s, isolation, private))
+            say(_line(done[-1]))
+            if done[-1].outcome.timed_out:
+                break
     faults, notes = checking.check_code(made.kernel / bundle.NOTEBOOK, made.files)
+    if checking.fingerprint(made) != before:
+        faults.append("the bundle was made anew, or changed, while it was rehearsed")
     found = _conclude(done, faults, megapixels, gpu_speedup, [*notes, *made.notes])
     checking.keep_verdict(made, found.ok and tuple(stages) == STAGES, keep)
     return found
+
+
+@contextlib.contextmanager
+def _alone(keep: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(Lock(keep, "the rehearsal"))
+        except LockedError as error:
+            raise SandboxError(str(error)) from error
+        yield
 
 
 def _hidden(folders: Sequence[Path]) -> str:
@@ -194,12 +210,25 @@ def _hidden(folders: Sequence[Path]) -> str:
 
 
 @contextlib.contextmanager
-def _root() -> Iterator[Path]:
-    """A folder that stands for /, outside of the repository; afterwards it is gone, whatever may be written in it."""
-    root = Path(tempfile.mkdtemp(prefix="rsnakit-")).resolve()
+def _root(keep: Path) -> Iterator[Path]:
+    """A folder that stands for /, outside of the repository; afterwards it is gone, whatever may be written in it.
+
+    One that a rehearsal left which was killed is removed by the next of the same `keep`, where its path is noted.
+    """
+    noted = keep / "root.txt"
+    if noted.exists():
+        _remove(Path(noted.read_text(encoding="utf-8")))
+    root = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+    write_atomic(noted, str(root))
     try:
         yield root
     finally:
+        _remove(root)
+        noted.unlink(missing_ok=True)
+
+
+def _remove(root: Path) -> None:
+    if root.name.startswith(PREFIX) and root.is_dir():
         for folder, _, _ in os.walk(root):
             os.chmod(folder, 0o700)
         shutil.rmtree(root, ignore_errors=True)

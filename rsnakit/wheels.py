@@ -59,16 +59,16 @@ def take(folder: Path, requirements: Sequence[str] = NEEDED, pythons: Sequence[s
     Raises:
         WheelError: pip cannot reach or find one, or together they would not install (see `check`).
     """
-    kept = sorted(folder.glob("*.whl"))
+    kept, why = sorted(folder.glob("*.whl")), ""
     try:
         return check(kept, requirements, pythons)
-    except WheelError:
-        pass
+    except WheelError as error:
+        why = f" What is in {folder} does not do: {error}" if kept else ""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         fresh = Path(temporary) / "wheels"
         for python in pythons:
-            _download(requirements, python, fresh, folder)
+            _download(requirements, python, fresh, folder, why)
         check(sorted(fresh.glob("*.whl")), requirements, pythons)
         folder.mkdir(exist_ok=True)
         for path in kept:
@@ -124,7 +124,7 @@ def at_least(version: str, requirement: str) -> str:
     return requirement if given.is_devrelease or given.local or given <= exact else f"{wanted.name}=={given}"
 
 
-def _download(requirements: Sequence[str], python: str, out: Path, folder: Path) -> None:
+def _download(requirements: Sequence[str], python: str, out: Path, folder: Path, why: str) -> None:
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2",
         "--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python, "--dest", str(out),
@@ -134,6 +134,7 @@ def _download(requirements: Sequence[str], python: str, out: Path, folder: Path)
     result = subprocess.run([*command, *requirements], capture_output=True, text=True)
     if result.returncode:
         errors = [line.removeprefix("ERROR: ") for line in result.stderr.splitlines() if line.startswith("ERROR:")]
+        errors = [line for line in errors if line != "Exception:"]  # whose last line has the cause
         said = (
             errors[0] if errors else (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
         )
@@ -142,7 +143,7 @@ def _download(requirements: Sequence[str], python: str, out: Path, folder: Path)
         raise WheelError(
             f"pip could not take the wheels for Python {python}: {said}. With internet, or an index that pip is told of, they "
             f"are taken once and kept in {folder}, which may also be copied from another machine. A bundle without wheels "
-            "works where Kaggle's image has all that inference imports."
+            f"(--no-wheels) works where Kaggle's image has all that inference imports.{why}"
         )
 
 

@@ -495,6 +495,8 @@ class TestRounds:
         stand.kaggle.refusal = 'The requested title "rsnakit fold run 1" is already in use by a dataset.'
         text = refusal(dist)
         assert "already in use" in text and "--title" in text and not stand.kaggle.kernels
+        stand.kaggle.refusal = "The space for private data sets is used up."
+        assert refusal(dist) == f"uploading the data set: Kaggle refuses it: {stand.kaggle.refusal}"
 
     @pytest.mark.parametrize(
         ("method", "statuses", "expected"),

@@ -13,8 +13,9 @@ from test_infer import make_run
 
 from rsnakit import bundle, checking, mounts, rehearsal, sandbox
 from rsnakit.bundle import BundleError
+from rsnakit.files import write_json
 from rsnakit.rehearsal import Rehearsal, Stage
-from rsnakit.sandbox import Isolation, Outcome
+from rsnakit.sandbox import Isolation, Outcome, SandboxError
 
 WEAK = Isolation("blocked", "chmod")
 NOT_REHEARSED = "this bundle, as it is, was not rehearsed: python -m rsnakit.kaggle rehearse"
@@ -179,8 +180,17 @@ def test_a_notebook_that_asks_the_network_is_caught(dist, competition, tmp_path,
 )  # fmt: skip
 def test_notebooks_that_go_wrong(dist, competition, tmp_path, cell, said):
     timeout_s = 3 if "sleep" in cell else 300
-    found = rehearse(broken(dist, tmp_path / "dist", cell), competition, timeout_s=timeout_s)
-    assert not found.ok
+    out = broken(dist, tmp_path / "dist", cell)
+
+    def meanwhile(line: str) -> None:
+        """Another rehearsal is begun, and one bundles anew."""
+        if "it was stopped after" in line:
+            with pytest.raises(SandboxError, match="the rehearsal: process"):
+                rehearse(out, competition)
+            write_json(out / "kernel/04_inference.ipynb", {"cells": []})
+
+    found = rehearse(out, competition, timeout_s=timeout_s, say=meanwhile)
+    assert not found.ok and ("sleep" in cell) == any("made anew, or changed" in fault for fault in found.faults)
     assert re.search(said, found.stages[0].faults[0]), found.sentences()
 
 
@@ -222,6 +232,17 @@ def test_settings_out_of_range_are_refused_at_once(tmp_path):
         rehearse(tmp_path, tmp_path, gpu_speedup=0)
     with pytest.raises(ValueError, match="images is 3: a set made to hurt has 32 or more"):
         rehearse(tmp_path, tmp_path, images=3)
+
+
+def test_what_a_killed_rehearsal_left_is_removed_by_the_next(tmp_path):
+    left, other = tmp_path / f"{rehearsal.PREFIX}left", tmp_path / "other"
+    for folder in (left, other):
+        (folder / "kaggle").mkdir(parents=True)
+        (tmp_path / "root.txt").write_text(str(folder))
+        with rehearsal._root(tmp_path) as root:
+            assert root.is_dir() and (tmp_path / "root.txt").read_text() == str(root)
+        assert not root.exists() and not (tmp_path / "root.txt").exists()
+    assert not left.exists() and other.exists()
 
 
 @pytest.mark.slow

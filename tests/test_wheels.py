@@ -212,8 +212,21 @@ def test_what_pip_cannot_take_is_said_plainly(tmp_path, index, monkeypatch):
         wheels.take(folder, ["needy"], ["3.12"])
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # where nobody answers
-    with pytest.raises(WheelError, match=r"could not connect to its index.*With internet"):
+    folder.mkdir()
+    (folder / "absent-1.0-py3-none-any.whl").write_bytes(b"cut short")
+    with pytest.raises(WheelError, match=r"could not connect to its index.*--no-wheels.*absent-1\.0-py3-none"):
         wheels.take(folder, ["absent==1.0"], ["3.12"])
+
+
+def test_an_error_of_pips_own_is_said_by_its_last_line(tmp_path, monkeypatch):
+    """As pip prints it where the disk is full."""
+    said = (
+        "ERROR: Exception:\nTraceback (most recent call last):\n  File x\nOSError: [Errno 28] No space left on device\n"
+    )
+    failed = subprocess.CompletedProcess([], 2, "", said)
+    monkeypatch.setattr(wheels.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(WheelError, match="No space left on device"):
+        wheels.take(tmp_path / "wheels", ["absent==1.0"], ["3.12"])
 
 
 @pytest.mark.slow
