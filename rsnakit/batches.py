@@ -1,6 +1,7 @@
 """Files as batches of prepared images, read on all cores; a file that kills its process, or hangs it, costs itself alone."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import numpy as np
 
 from rsnakit.reading import Files, over_files
 from rsnakit.workers import ProcessDied
+
+LATE_S = 5  # what is decoded waits no longer for a file that is slow, or hangs
 
 
 def in_batches(
@@ -36,28 +39,36 @@ def in_batches(
     Yields:
         Dicts of `image` (B, 1, height, width) uint16, `item` (B,) the places in `paths`, and the lists `status` (`ok`, `blank`
         or `failed`), `reason` and `seconds`. Each file comes once, in batches of `batch_size` that follow one another in
-        `paths`, and a batch comes when all its files are there: nearly in order.
+        `paths`, and a batch comes when all its files are there: nearly in order. A file that is `LATE_S` behind the others of
+        its batch holds them up no longer, and comes by itself.
     """
     files, again = Files(paths, read, shape), []
-    groups, missing = {}, {}  # of the batches that are not yet whole: samples by item, and how many are to come
+    groups, missing, since = {}, {}, {}  # by batch: samples by item; how many are to come; when the last one came,
+    waited, begun = 0.0, time.monotonic()  # in seconds that were spent waiting for files, and not for whoever asks
     with contextlib.closing(over_files(files, range(len(files)), n_jobs, stop)) as found:
-        for item, sample in found:
-            number = item // batch_size
-            group = groups.setdefault(number, {})
-            if isinstance(sample, ProcessDied):
-                again.append(item)
-            else:
-                group[item] = sample
-            missing[number] = missing.get(number, min(batch_size, len(files) - number * batch_size)) - 1
-            if not missing[number]:
-                del groups[number], missing[number]
-                if group:
+        for each in found:
+            waited += time.monotonic() - begun
+            if each is not None:
+                number = each[0] // batch_size
+                _add(groups.setdefault(number, {}), again, *each)
+                missing[number] = missing.get(number, min(batch_size, len(files) - number * batch_size)) - 1
+                since[number] = waited
+            for number in [number for number in groups if not missing[number] or waited - since[number] > LATE_S]:
+                if group := groups.pop(number):
                     yield _collate(group)
+            begun = time.monotonic()
     with contextlib.closing(over_files(files, again, min(n_jobs, 1), stop)) as found:
-        for item, sample in found:
+        for item, sample in filter(None, found):
             if isinstance(sample, ProcessDied):
                 sample = files.failed(ProcessDied(f"{sample}, twice"))
             yield _collate({item: sample})
+
+
+def _add(group: dict[int, dict], again: list[int], item: int, sample: dict | ProcessDied) -> None:
+    if isinstance(sample, ProcessDied):
+        again.append(item)
+    else:
+        group[item] = sample
 
 
 def _collate(samples: dict[int, dict]) -> dict:

@@ -62,9 +62,10 @@ class Files:
 
 def over_files(
     files: Files, items: Iterable[int], n_jobs: int, stop: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[int, dict | ProcessDied]]:
+) -> Iterator[tuple[int, dict | ProcessDied] | None]:
     """Yields (item, what `files` has there), as they are done; a `ProcessDied` for a file over which a process died, or that
-    was not read within `HUNG_S`. Such a process is replaced, and what else it had been given is read by others.
+    was not read within `HUNG_S`. Such a process is replaced, and what else it had been given is read by others. None comes
+    every few seconds while no file is done.
 
     Nothing is read but while it is asked for the next, and for the `IN_HAND` files of each process; so a consumer that is
     slow finds no more than these waiting for it. Where the system allows fewer processes, it says so and goes on with those.
@@ -81,7 +82,10 @@ def over_files(
             if not readers:
                 item = waiting.popleft()
                 yield item, files[item]
-            for reader in _ready(readers):
+            ready = _ready(readers)
+            if readers and not ready:
+                yield None
+            for reader in ready:
                 try:
                     found = reader.take()
                 except (EOFError, OSError):

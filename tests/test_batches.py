@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsnakit import reading
+from rsnakit import batches, reading
 from rsnakit.batches import in_batches
 from rsnakit.dicom import DicomError
 
@@ -91,6 +91,39 @@ def test_a_file_that_hangs_costs_itself_alone(monkeypatch):  # D17
     for item in (14, 31):
         assert found[item][1:] == ("failed", "ProcessDied: the process that read it was not done after 0.7 s, twice")
     assert all(found[item] == (item, "ok", "") for item in found if item % 10 != 7 and item not in (14, 31))
+
+
+@pytest.mark.parametrize("slow", [("5",), ("0", "5", "9")])
+def test_a_slow_file_holds_up_its_batch_for_seconds(monkeypatch, tmp_path, slow):
+    """Whether others are still read, or none; it comes by itself, and so does what its process was to read next."""
+    monkeypatch.setattr(batches, "LATE_S", 0.3)
+    monkeypatch.setattr(reading, "TICK_S", 0.1)
+
+    def read(path: str) -> np.ndarray:
+        until = time.monotonic() + 20
+        while Path(path).name in slow and not (tmp_path / "go on").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        return number(path)
+
+    found, before = [], None
+    for batch in in_batches(paths_of(12), read, SHAPE, 4, len(slow) + 1):
+        found.append(batch["item"].tolist())
+        items = [item for each in found for item in each]
+        if before is None and len(items) >= 12 - reading.IN_HAND * len(slow):
+            before = set(items)
+            (tmp_path / "go on").touch()
+    assert sorted(items) == list(range(12)) and before.isdisjoint(map(int, slow))
+    assert all(len({item // 4 for item in each}) == 1 for each in found)
+
+
+def test_a_slow_consumer_gets_whole_batches(monkeypatch):
+    """It is not the files that are late."""
+    monkeypatch.setattr(batches, "LATE_S", 0.3)
+    found = []
+    for batch in in_batches(paths_of(24), number, SHAPE, 3, 3):
+        found.append(batch["item"].tolist())
+        time.sleep(0.4)
+    assert sorted(found) == [list(range(first, first + 3)) for first in range(0, 24, 3)]
 
 
 def test_what_waits_for_a_consumer_that_is_away_does_not_hang():
