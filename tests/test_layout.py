@@ -34,7 +34,7 @@ LADDER = (
         "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "crew", "ensemble", "scored", "infer",
         "calling", "evaluation", "comparing", "viewer",
     ),
-    ("parcel", "bundle", "hidden", "checking", "rehearsal", "publishing", "kaggle"),
+    ("parcel", "bundle", "hidden", "checking", "outlook", "rehearsal", "publishing", "kaggle"),
 )  # fmt: skip
 RANK = {name: (rung, place) for rung, names in enumerate(LADDER) for place, name in enumerate(names)}
 
