@@ -145,15 +145,9 @@ def predict(
         asked_for = np.ones(len(table), bool) if wanted is None else wanted
         new = np.flatnonzero((found.status == "") & asked_for)
         poor = np.flatnonzero((found.status == "ok") & ~found.asked.all(1) & asked_for)
-        if before := int((found.status != "").sum()):
-            again = f"; {len(poor):,} that were by fewer passes are scored again" if len(poor) else ""
-            print(f"{before:,} of {len(table):,} images were scored before, {len(new):,} are left{again}")
+        _tell_what_is_left(found, new, poor, ledger)
         if said:
             print(f"time: {said}, of which {budget.in_words(max(0.0, until - time.monotonic()))} are left")
-        if folder is not None:
-            print(f"scores are kept in {ledger.folder}, {ledger.size / 1e6:,.0f} MB at most")
-            if others := sorted(path.name for path in Path(folder).glob("*/") if path.name != ledger.folder.name):
-                print(f"beside them are those of other weights, flips or versions of the kit: {', '.join(others)}")
         cause = ""
         for rows in (new, poor):  # those that have no score come first, and the clock is theirs alone
             clock = _clock(until, steps, len(rows), scorer.devices, run_config.n_jobs)
@@ -161,17 +155,31 @@ def predict(
             cause = cause or _go_through(scorer, rows, *args, keep_going=rerun)
         why_not = (stop.reason and f"stopped by {stop.reason}") or cause or f"no time was left of {said}"
         report = _report(scorer, found, why_not, wanted, keep_going=rerun)
-    unreached = int(((found.status == "") & asked_for).sum())
-    if unreached:
-        kept = "" if folder is None else f"; the others are kept in {ledger.folder}, and the same call goes on"
-        print(f"NOTE: {unreached:,} of {len(table):,} images were not scored: {why_not}{kept}")
-    failed = report["status"] == "failed"
-    if failed.mean() > MANY:
-        image_id, reason = report.loc[failed, ["image_id", "reason"]].iloc[0]
-        print(f"NOTE: {failed.sum():,} of {len(table):,} images failed, {image_id} for this reason: {reason}")
+    _tell_what_is_missing(report, int(((found.status == "") & asked_for).sum()), why_not, ledger)
     if stop.reason == "Ctrl-C":  # whoever asks for a stop wants no submission of priors from the cells that follow
         raise KeyboardInterrupt
     return report
+
+
+def _tell_what_is_left(found: Scored, new: np.ndarray, poor: np.ndarray, ledger: Ledger) -> None:
+    if before := int((found.status != "").sum()):
+        again = f"; {len(poor):,} that were by fewer passes are scored again" if len(poor) else ""
+        print(f"{before:,} of {len(found.table):,} images were scored before, {len(new):,} are left{again}")
+    if ledger.folder is not None:
+        print(f"scores are kept in {ledger.folder}, {ledger.size / 1e6:,.0f} MB at most")
+        others = sorted(path.name for path in ledger.folder.parent.glob("*/") if path.name != ledger.folder.name)
+        if others:
+            print(f"beside them are those of other weights, flips or versions of the kit: {', '.join(others)}")
+
+
+def _tell_what_is_missing(report: pd.DataFrame, unreached: int, why_not: str, ledger: Ledger) -> None:
+    if unreached:
+        kept = "" if ledger.folder is None else f"; the others are kept in {ledger.folder}, and the same call goes on"
+        print(f"NOTE: {unreached:,} of {len(report):,} images were not scored: {why_not}{kept}")
+    failed = report["status"] == "failed"
+    if failed.mean() > MANY:
+        image_id, reason = report.loc[failed, ["image_id", "reason"]].iloc[0]
+        print(f"NOTE: {failed.sum():,} of {len(report):,} images failed, {image_id} for this reason: {reason}")
 
 
 def _go_through(scorer: Scorer, left: np.ndarray, *args: object, keep_going: bool) -> str:
