@@ -118,18 +118,18 @@ def _chosen(config: InferConfig, run: Path) -> tuple[dict, list[int]]:
     summary, wanted = runs.read_summary(run), f"threshold={config.threshold!r}"
     if summary is None:
         raise runs.RunError(
-            f"{run}: no summary.json, and {wanted} is read from it; run 03_train, or give a threshold, such as 0.3"
+            f"{run}: no summary.json, and {wanted} is read from it; run 03_train, or give a number, such as threshold=0.3"
         )
     if summary.get("folds") != list(runs.trained_folds(run)):
         raise runs.RunError(
             f"{run}: the threshold in summary.json is that of folds {summary.get('folds')}, and there are weights of folds "
-            f"{list(runs.trained_folds(run))}. Run 03_train again, which rewrites it, or give a threshold, such as 0.3."
+            f"{list(runs.trained_folds(run))}. Run 03_train again, which rewrites it, or give a number, such as threshold=0.3."
         )
     chosen = summary.get("by_aggregate", {"mean": summary}).get(config.aggregate)
     kind = "percentile" if config.threshold == "percentile" else "threshold"
     if chosen is None or chosen.get(kind) is None:
         raise runs.RunError(
             f"{run}: summary.json has no {kind} for aggregate={config.aggregate!r}; an older version of the kit wrote it. "
-            "Run 03_train again, which rewrites it, or give a threshold, such as 0.3."
+            "Run 03_train again, which rewrites it, or give a number, such as threshold=0.3."
         )
     return chosen, summary["folds"]
