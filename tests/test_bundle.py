@@ -381,7 +381,7 @@ def test_parameters_that_would_stop_the_notebook_are_refused(run, tmp_path, give
 
 def test_a_threshold_that_the_run_does_not_have_is_refused(own, tmp_path):
     (own / "summary.json").unlink()
-    with pytest.raises(BundleError, match=r"no summary\.json.*run 03_train, or give threshold=0"):
+    with pytest.raises(BundleError, match=r"no summary\.json.*run 03_train, or give a number, such as threshold=0"):
         bundle.make(own, "jane", tmp_path / "dist")
     assert not (tmp_path / "dist").exists()
     bundle.make(own, "jane", tmp_path / "dist", parameters={"threshold": 0.3, "work_dir": "/kaggle/working/mine"})
