@@ -119,6 +119,7 @@ def test_second_place_is_what_its_write_up_tells():
     assert train.batch_size * train.accumulate == 192 and train.negatives_per_positive == 0
     assert (train.optimizer, train.lr, train.weight_decay, train.epochs) == ("adamw", 1.5e-4, 0.05, 24)
     assert train.ema_decay > 0 and train.augment == "second_place"
+    assert found[InferConfig].tta == "diagonal"
 
 
 @pytest.mark.parametrize("recipe", WINNERS)
