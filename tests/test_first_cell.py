@@ -291,7 +291,9 @@ print("SECOND")
 params.start(keep_work)
 import importlib.metadata, json, torch, torchinfo
 from rsnakit import env
-versions = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
+versions = {}
+for one in importlib.metadata.distributions():
+    versions.setdefault(one.metadata["Name"].lower(), one.version)  # the first is the one that is imported
 print(json.dumps({"versions": versions, "package": params.__file__, "torchinfo": torchinfo.__file__, "where": env.where().name,
                   "torch": torch.__version__, "work": os.environ.get("RSNAKIT_WORK", "")}))
 """
@@ -345,7 +347,9 @@ def test_each_place_gets_what_it_lacks_and_keeps_its_torch(bare, wheel, tmp_path
     found = json.loads(second.splitlines()[-1])
     assert found["where"] == place.split()[0] and found["work"] == work
     assert Path(found["package"]).parents[1] == home and Path(found["torchinfo"]).is_relative_to(venv)
-    before = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
+    before = {}
+    for one in importlib.metadata.distributions():  # setuptools, once imported, puts others of its own behind
+        before.setdefault(one.metadata["Name"].lower(), one.version)
     different = {name for name, version in found["versions"].items() if before.get(name, version) != version}
     assert different <= {"pip", "setuptools"} and found["torch"] == torch_version()
     assert not list(next(venv.glob("lib/python*/site-packages")).glob("torch-*"))
