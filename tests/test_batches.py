@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_shm
 
 from rsnakit import batches, reading
 from rsnakit.batches import in_batches
@@ -278,12 +278,6 @@ def test_fewer_processes_where_no_more_are_to_be_had(monkeypatch, capsys, allowe
 
 def test_no_shared_memory_is_needed():  # A03
     """A /dev/shm of 64 kB, where the system lets us have one of our own, and images of 4 MB."""
-    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
-    if (
-        not shutil.which("unshare")
-        or subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode
-    ):
-        pytest.skip("no right to mount a small /dev/shm")
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -293,7 +287,7 @@ read = lambda path: np.full((2048, 1024), int(path), np.uint16)
 paths = [str(i) for i in range(24)]
 print(sum(int(batch["image"][:, 0, -1, -1].sum()) for batch in in_batches(paths, read, (2048, 1024), 8, 4)))
 """
-    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", script]
+    command = small_shm.command_in("64k", sys.executable, "-c", script)
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == str(sum(range(24))), result.stderr
 

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import small_shm
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -158,13 +158,7 @@ with explained("SAFE"):
 
 def test_shared_memory_is_small():  # A03
     """A /dev/shm of 4 MB, where the system lets us have one of our own."""
-    mount = "mount -t tmpfs -o size=4m tmpfs /dev/shm"
-    if (
-        not shutil.which("unshare")
-        or subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode
-    ):
-        pytest.skip("no right to mount a small /dev/shm")
-    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", SCRIPT]
+    command = small_shm.command_in("4m", sys.executable, "-c", SCRIPT)
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert "OutOfMemory: the shared memory /dev/shm is used up" in result.stderr and "SAFE" in result.stderr
 
