@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rsnakit.device import Choice
-from rsnakit.env import ROOT, Environ, where
+from rsnakit.env import ROOT, Environ, is_rerun, where
 from rsnakit.files import process_start
 
 KAGGLE_HOURS = 8.5  # of the 9 that a submission may take: what comes before the first cell counts, too
@@ -28,11 +28,6 @@ WARM_UP_SHARE = 0.1  # of the whole time, which that does not take: then such ar
 ENOUGH = ((0.02, 3), (0.05, 1))  # shares, and batches
 RECENT = 32  # batches, whose longest no other shall outlast at the end
 QUEUE = 2  # batches that a device has been given, at most
-
-
-def is_rerun(environ: Environ = None) -> bool:
-    """Whether Kaggle is scoring a submission: nobody looks on, what is not written in the end scores nothing."""
-    return bool((os.environ if environ is None else environ).get("KAGGLE_IS_COMPETITION_RERUN"))
 
 
 def hours(max_hours: float, environ: Environ = None, root: Path = ROOT) -> Choice:

@@ -114,8 +114,7 @@ def make(
     slug, kernel_slug = slugs.check_title(title, "data set"), slugs.check_title(kernel_title, "notebook")
     with _plain_errors():
         given, config = _checked(run, name, parameters or {})
-        # Where 04_inference would stop for want of a threshold, after hours.
-        calling.choose_threshold(config, run, pd.DataFrame({"score": [0.0, 1.0]}))
+        calling.check_threshold(config, run)
         nets = infer.load_ensemble(run).models
         parcel.check_finite(run, nets)
     taken = wheels.check(wheels_folder.glob("*.whl")) if wheels_folder else []

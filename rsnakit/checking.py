@@ -29,12 +29,8 @@ MEMORY_GB = 29.0
 # An absolute path, and whose first part every Linux has.
 ABSOLUTE = re.compile(r"/[\w.+@~-]+(/[\w.+@~ -]*)*|[A-Za-z]:[\\/].*")
 EVERYWHERE = ("bin", "dev", "etc", "kaggle", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr", "var")
-SHELL = (
-    "system",
-    "getoutput",
-    "run_line_magic",
-    "run_cell_magic",
-)  # what IPython makes of lines that begin with ! and %
+# What IPython makes of lines that begin with ! and %.
+SHELL = ("system", "getoutput", "run_line_magic", "run_cell_magic")
 NOTEBOOKS = ("IPython", "ipykernel", "ipywidgets")  # have these wherever they run
 REHEARSED, VERDICT = "rehearsal", "verdict.json"  # folder beside a bundle, and file in it
 NEAR = 1e-6  # between what a table says and what is made of it again
@@ -171,9 +167,8 @@ def _plain(lines: Sequence[str]) -> str:
 
 def listed(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of each file below a folder."""
-    return {
-        str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()
-    }
+    files = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (found.st_size, found.st_mtime_ns) for name, found in files.items()}
 
 
 def changes(before: Mapping, after: Mapping) -> list[str]:
@@ -184,7 +179,7 @@ def changes(before: Mapping, after: Mapping) -> list[str]:
 def check(working: Path, test: HiddenSet) -> tuple[pd.DataFrame | None, list[str], list[str]]:
     """The report that a run left, faults and notes."""
     faults, notes, submitted = [], [], None
-    there = {path.relative_to(working).as_posix(): path.stat().st_size for path in working.rglob("*") if path.is_file()}
+    there = {name: size for name, (size, _) in listed(working).items()}
     if "submission.csv" in there:
         try:
             submitted = submission.check_submission(working / "submission.csv", test.folder / "test.csv")
@@ -269,9 +264,8 @@ def _compare(submitted: pd.DataFrame, report: pd.DataFrame) -> tuple[list[str], 
     if any(_leads_to(report, how, predicted) for how in metrics.HOWS):
         return [], notes
     order = np.argsort(low.to_numpy())
-    least = np.minimum.accumulate(predicted.to_numpy()[order][::-1])[
-        ::-1
-    ]  # predicted of those with a higher lowest score
+    # Predicted of those with a higher lowest score.
+    least = np.minimum.accumulate(predicted.to_numpy()[order][::-1])[::-1]
     above = np.searchsorted(low.to_numpy()[order], high.to_numpy() + NEAR, side="right")
     wrong = predicted.to_numpy() > np.append(least, np.inf)[above] + NEAR
     if wrong.any():

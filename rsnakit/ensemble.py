@@ -106,6 +106,8 @@ class Scorer:
     Attributes:
         devices: as given, without those that models could not be brought to.
         precision: as given; of a CPU that stands in for all devices, fp32.
+        n_threads: in which models run: one a device, and one a core where the CPU is the only one.
+        on_cpu: the models on the CPU, whatever becomes of devices.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Scorer:
         keep_going: bool = False,
     ) -> None:
         self.precision, self.batch_size, self.keep_going = precision, batch_size, keep_going
-        self._on_cpu = load_ensemble(run, "cpu", keep_going)
+        self.on_cpu = load_ensemble(run, "cpu", keep_going)
         self._of_device: dict[str, Replica] = {}
         for name in dict.fromkeys(devices):
             try:
@@ -133,24 +135,20 @@ class Scorer:
             self._of_device["cpu"] = self._replica("cpu", "fp32", "off")
         count = env.cores() if self.devices == ["cpu"] else 1
         self._places = [self._of_device[name] for name in self.devices for _ in range(count)]
+        self.n_threads = len(self._places)
 
     def _replica(self, name: str, precision: str, compile: str) -> Replica:
-        nets, mode = self._on_cpu.models, env.choose_compile(name, compile)
+        nets, mode = self.on_cpu.models, env.choose_compile(name, compile)
         if name != "cpu":
             nets = {fold: copy.deepcopy(net).to(name) for fold, net in nets.items()}
         if compile != "off":
             print(f"compile on {name}: {mode.value}: {mode.reason}")
-        return Replica(nets, name, precision, mode.value, self.batch_size, self._on_cpu.by_breast)
+        return Replica(nets, name, precision, mode.value, self.batch_size, self.on_cpu.by_breast)
 
     @property
     def ensemble(self) -> Ensemble:
         """The models on the first device that has not failed; where all have, on the CPU."""
-        return replace(self._on_cpu, models=self._places[0].models) if self._places else self._on_cpu
-
-    @property
-    def on_cpu(self) -> Ensemble:
-        """The models on the CPU, whatever has become of devices."""
-        return self._on_cpu
+        return replace(self.on_cpu, models=self._places[0].models) if self._places else self.on_cpu
 
     def score(self, images: np.ndarray, passes: Sequence[Pass], device: str | None = None) -> dict[Pass, np.ndarray]:
         """What the models on one of `devices`, the first if not given, make of images: see `Replica.score`."""
@@ -193,6 +191,4 @@ class Scorer:
         if not self.keep_going or "cpu" in self.devices:
             return []
         print("NOTE: no device is left, and the CPU goes on")
-        return [
-            Replica(self._on_cpu.models, "cpu", "fp32", "off", self.batch_size, self._on_cpu.by_breast)
-        ] * env.cores()
+        return [self._replica("cpu", "fp32", "off")] * env.cores()

@@ -26,7 +26,7 @@ from rsnakit.params import setting
 
 __all__ = [
     "Choice", "Data", "Place", "RunConfig", "check_disk", "choose_compile", "choose_device", "choose_precision", "cores",
-    "describe", "find_data", "submission_folder", "where", "work_folder",
+    "describe", "find_data", "is_rerun", "submission_folder", "where", "work_folder",
 ]  # fmt: skip
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -144,6 +144,11 @@ def where(environ: Environ = None, root: Path = ROOT) -> Place:
     return Place("local", "no sign of Kaggle, Colab or Paperspace")
 
 
+def is_rerun(environ: Environ = None) -> bool:
+    """Whether Kaggle is scoring a submission: nobody looks on, what is not written in the end scores nothing."""
+    return bool((os.environ if environ is None else environ).get("KAGGLE_IS_COMPETITION_RERUN"))
+
+
 def find_data(data_dir: str = "", environ: Environ = None, root: Path = ROOT, repository: Path = REPOSITORY) -> Data:
     """The folder of the competition: `data_dir`, $RSNA_DATA, Kaggle's mounts, data/ in the repository, else the demo.
 
@@ -169,7 +174,7 @@ def find_data(data_dir: str = "", environ: Environ = None, root: Path = ROOT, re
         if _has_table(folder):
             return Data(folder, source)
     looked = "\n  ".join(str(folder) for folder, _ in candidates)
-    if environ.get("KAGGLE_IS_COMPETITION_RERUN"):
+    if is_rerun(environ):
         raise FileNotFoundError(
             f"the competition is not mounted, and a submission can't use the demo; looked in\n  {looked}"
         )

@@ -85,9 +85,8 @@ def read_json(path: Path | str) -> dict:
 def open_regular(path: str, flags: int) -> int:
     """An opener for `open`: what is no regular file is refused (OSError), where a named pipe would be waited for for ever."""
     number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(number).st_mode) and not stat.S_ISDIR(
-        os.fstat(number).st_mode
-    ):  # which `open` refuses
+    mode = os.fstat(number).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # folders are refused by `open`
         os.close(number)
         raise OSError(errno.EINVAL, "not a regular file, but a pipe, a socket or a device", path)
     return number

@@ -123,7 +123,7 @@ def predict(
         KeyboardInterrupt: Ctrl-C; what was scored until then is in `folder`.
     """
     run, run_config = Path(run), run_config or env.RunConfig()
-    rerun = budget.is_rerun()
+    rerun = env.is_rerun()
     if rerun and run_config.debug:
         raise ValueError(
             "debug=True scores a few breasts only, and Kaggle is scoring this submission, which would be worthless: set debug "
@@ -150,7 +150,7 @@ def predict(
             print(f"time: {said}, of which {budget.in_words(max(0.0, until - time.monotonic()))} are left")
         cause = ""
         for rows in (new, poor):  # those that have no score come first, and the clock is theirs alone
-            clock = _clock(until, steps, len(rows), scorer.devices, run_config.n_jobs)
+            clock = _clock(until, steps, len(rows), scorer, run_config.n_jobs)
             args = clock, stop, found, ledger, run_config.n_jobs, config.infer_batch_size
             cause = cause or _go_through(scorer, rows, *args, keep_going=rerun)
         why_not = (stop.reason and f"stopped by {stop.reason}") or cause or f"no time was left of {said}"
@@ -257,10 +257,9 @@ def _until(batches: Iterator[dict], is_over: Callable[[], bool]) -> Iterator[dic
             yield batch
 
 
-def _clock(until: float, steps: Sequence, n_images: int, devices: Sequence[str], n_jobs: int) -> Clock:
-    cores, cpu = env.cores(), list(devices) == ["cpu"]
-    n_threads = cores if cpu else len(devices)  # as Scorer has them
-    return Clock(until, steps, n_images, n_jobs or cores, n_threads, cores, model_cores=1.0 if cpu else 0.0)
+def _clock(until: float, steps: Sequence, n_images: int, scorer: Scorer, n_jobs: int) -> Clock:
+    cores, model_cores = env.cores(), 1.0 if scorer.devices == ["cpu"] else 0.0
+    return Clock(until, steps, n_images, n_jobs or cores, scorer.n_threads, cores, model_cores)
 
 
 def _ledger(

@@ -15,7 +15,6 @@ import hashlib
 import io
 import json
 import os
-import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rsnakit import runs
-from rsnakit.files import Lock, read_json, write_atomic, write_json
+from rsnakit.files import Lock, open_regular, read_json, write_atomic, write_json
 
 FIELDS = (
     "row", "image_id", "status", "score", "seconds", "asked", "used", "bytes", "mtime_ns", "record", "reason", "crc",
@@ -268,19 +267,12 @@ def _size_and_time(path: Path | str) -> tuple[int, int]:
 def _look(path: Path | str) -> bytes:
     """What tells a file's content from another's: files of one machine are equally long, and copies keep their time."""
     try:
-        with open(path, "rb", buffering=0, opener=_at_once) as file:
-            if not stat.S_ISREG((found := os.fstat(file.fileno())).st_mode):
-                return b""
+        with open(path, "rb", buffering=0, opener=open_regular) as file:
             first = file.read(LOOKED_AT)
-            file.seek(max(0, found.st_size - LOOKED_AT) // 2)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOOKED_AT) // 2)
             return hashlib.blake2b(first + file.read(LOOKED_AT), digest_size=8).digest()
     except OSError:
         return b""
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Opens a file; a pipe without waiting for who writes to it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _read_key(path: Path) -> dict:

@@ -35,27 +35,21 @@ class Scored:
         self.asked, self.used = np.zeros((n, len(passes)), bool), np.zeros((n, len(passes)), bool)
         channels = next(iter(ensemble.models.values())).channels
         self.shape = (len(passes), channels) if ensemble.by_breast else None
-        self.features = (
-            np.zeros((n, *self.shape), np.float32) if self.shape else None
-        )  # memory is taken as it is filled
+        # Memory is taken as it is filled.
+        self.features = np.zeros((n, *self.shape), np.float32) if self.shape else None
 
     def records(self, rows: np.ndarray, batch: Mapping, outputs: Mapping[Pass, np.ndarray]) -> list[Record]:
         """What a batch, and what `Scorer.run` says of it, say of the table's rows."""
         errors = batch.get("errors", {})
         places = [self.passes.index(each) for each in outputs]
-        asked, whole = (
-            sum(1 << place for place in places),
-            np.stack([*outputs.values()], 1),
-        )  # (B, passes) or (B, passes, C)
+        asked = sum(1 << place for place in places)
+        whole = np.stack([*outputs.values()], 1)  # (B, passes) or (B, passes, C)
         finite = np.isfinite(whole).reshape(*whole.shape[:2], -1).all(2)
         found = []
         for i, row in enumerate(rows):
             status, reason, score, features = batch["status"][i], batch["reason"][i], 0.0, None
-            used = (
-                sum(1 << place for place, right in zip(places, finite[i], strict=True) if right)
-                if status == "ok"
-                else 0
-            )
+            right = finite[i] & (status == "ok")
+            used = sum(1 << place for place, is_right in zip(places, right, strict=True) if is_right)
             if status == "ok" and not used:
                 status, reason = "failed", errors.get(i, NOT_FINITE)
             if self.shape:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rsnakit import budget, metrics
+from rsnakit import env, metrics
 from rsnakit.files import replacing
 
 COLUMNS = ["prediction_id", "cancer"]
@@ -93,7 +93,7 @@ def write_files(
         with replacing(folder / "report.csv") as temporary:
             report.to_csv(temporary, index=False)
     except OSError as error:
-        if not budget.is_rerun():
+        if not env.is_rerun():
             raise
         print(f"NOTE: {error}")
     return submission
@@ -108,7 +108,7 @@ def shown(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     try:
         return function(*arguments, **options)
     except Exception:
-        if not budget.is_rerun():
+        if not env.is_rerun():
             raise
         with contextlib.suppress(OSError):  # of a full disk, too
             traceback.print_exc()
