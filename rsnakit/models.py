@@ -14,7 +14,7 @@ from timm.models import group_parameters
 from timm.optim import auto_group_layers
 from torch import nn
 
-from rsnakit import runs, speed
+from rsnakit import checkpointing, runs
 from rsnakit.fields import check_all
 from rsnakit.files import write_json
 from rsnakit.necks import FPN, Pyramid, as_maps, feature_channels
@@ -244,7 +244,7 @@ def build_model(config: ModelConfig) -> CancerNet:
     model = CancerNet(backbone, config)
     tame(backbone, config.stem_stride, config.stem_padding, config.pools, config.input_pad, config.input_pad_mode)
     if config.grad_checkpointing:
-        speed.checkpoint_blocks(backbone)
+        checkpointing.checkpoint_blocks(backbone)
     model.tamed = traces(model)
     return model
 

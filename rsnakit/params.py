@@ -31,6 +31,7 @@ CONFIGS = (
     "recipe:LoopConfig",
     "infer:InferConfig",
     "evaluation:EvaluateConfig",
+    "tuning:SpeedConfig",
 )
 
 INJECTED_FIRST_LINE = "# Parameters"  # how papermill opens the cell it injects

@@ -159,11 +159,11 @@ def test_checkpointing_shows_in_what_is_kept_and_in_what_backward_needs():
 
 
 def test_checkpoint_blocks_shows_too():
-    from rsnakit import speed
+    from rsnakit import checkpointing
 
     model = timm.create_model("test_convnext")
     plain = cost.estimate(model, (3, 64, 64), device="cpu").kept_bytes
-    speed.checkpoint_blocks(model)
+    checkpointing.checkpoint_blocks(model)
     found = [cost.estimate(model, (3, 64, 64), device=device).kept_bytes for device in ("cpu", "cuda")]
     assert found[0] == real_share(model, (3, 64, 64)) < 0.8 * plain
     assert found[1] <= found[0]

@@ -24,7 +24,8 @@ LADDER = (
     ),
     (
         "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots_groups", "plots_cases", "plots",
-        "plots_models", "checkpoint", "runfiles", "runs", "tally", "history", "results", "headers", "weights", "speed",
+        "plots_models", "plots_speed", "formats", "checkpoint", "runfiles", "runs", "tally", "history", "results", "headers",
+        "weights", "stepping", "checkpointing",
     ),
     (
         "models", "heatmaps", "samplers", "data", "prepare", "origins", "reading", "batches", "compare", "jobs", "preprocess",
@@ -32,7 +33,7 @@ LADDER = (
     ),
     (
         "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "crew", "ensemble", "scored", "infer",
-        "calling", "evaluation", "comparing", "viewer",
+        "calling", "evaluation", "comparing", "viewer", "trials", "tuning", "speed",
     ),
     ("parcel", "bundle", "hidden", "checking", "outlook", "rehearsal", "publishing", "kaggle"),
 )  # fmt: skip

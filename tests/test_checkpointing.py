@@ -13,7 +13,7 @@ from timm.models.vgg import VGG
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from rsnakit import patching, speed, surgery
+from rsnakit import checkpointing, patching, surgery
 from rsnakit.models import ModelConfig, build_model
 
 # Small models by family, the image size, and options that make them smaller still.
@@ -104,7 +104,7 @@ def assert_same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_as_without_and_keeps_less(name):
     plain = make(name)
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     batches = images(FAMILIES[name][0])
     assert bytes_kept(ours, batches[0]) < 0.8 * bytes_kept(plain, batches[0])
     ours.load_state_dict(plain.state_dict())  # the count above moved statistics, of both once
@@ -114,8 +114,8 @@ def test_a_family_trains_as_without_and_keeps_less(name):
 def test_vgg_is_cut_at_its_pools():  # M05
     torch.manual_seed(0)
     plain = VGG([8, "M", 16, "M", 16, 16, "M", 32, 32, "M"], num_classes=3, norm_layer=nn.BatchNorm2d).train()
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
-    assert list(speed.find_blocks(ours)) == ["features"]
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
+    assert list(checkpointing.find_blocks(ours)) == ["features"]
     again = recomputed(copy.deepcopy(ours), images(64)[0], nn.BatchNorm2d)
     assert len(again) == 4  # the six convolutions have four pools, and what is after the last but one is left
     batches = images(64)
@@ -130,7 +130,7 @@ def test_a_patched_stem_and_an_inserted_pool_stay():  # M05
     surgery.set_stem(plain, stride=2)
     surgery.insert_pool(plain, "stages.1.blocks.0", 2)
     surgery.pad_input(plain, (0, 8, 0, 0), "reflect")
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     batches = images(32)
     assert_same(train(ours, batches), train(plain, batches))
 
@@ -142,7 +142,7 @@ def test_a_patched_stem_and_an_inserted_pool_stay():  # M05
 def test_five_steps_move_statistics_as_five_plain_steps_do(name, bf16):
     torch.manual_seed(0)
     plain = timm.create_model(name, num_classes=1, drop_rate=0.3, drop_path_rate=0.3).train()
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     batches = images(64, steps=5)
     assert_same(train(ours, batches, bf16), train(plain, batches, bf16))
     assert {int(m.num_batches_tracked) for m in ours.modules() if isinstance(m, nn.BatchNorm2d)} == {5}
@@ -154,7 +154,7 @@ def test_five_steps_move_statistics_as_five_plain_steps_do(name, bf16):
 
 def test_convnext_tiny_keeps_a_fifth():
     plain = timm.create_model("convnext_tiny", num_classes=1).train()
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     (batch,) = images(64, steps=1)
     assert bytes_kept(ours, batch) <= bytes_kept(plain, batch) / 5
 
@@ -181,7 +181,7 @@ def test_convnext_tiny_keeps_a_fifth():
 )
 def test_blocks_are_those_of_the_architecture(name, first, last, number):
     with torch.device("meta"):
-        names = list(speed.find_blocks(timm.create_model(name)))
+        names = list(checkpointing.find_blocks(timm.create_model(name)))
     assert (names[0], names[-1], len(names)) == (first, last, number)
 
 
@@ -191,7 +191,7 @@ def test_blocks_are_those_of_the_architecture(name, first, last, number):
 def test_no_block_is_inside_another(name):
     with torch.device("meta"):
         model = timm.create_model(name)
-        blocks = speed.find_blocks(model)
+        blocks = checkpointing.find_blocks(model)
     inside = [part for block in blocks.values() for part in block.modules()]
     assert len(inside) == len(set(inside))
     assert len(blocks) > 5
@@ -212,9 +212,9 @@ def recomputed(model: nn.Module, batch: torch.Tensor, kind: type = nn.Module) ->
 
 def test_the_last_stage_is_left_and_of_one_stage_the_last_block():
     (batch,) = images(32, steps=1)
-    again = recomputed(speed.checkpoint_blocks(make("test_convnext")), batch)
+    again = recomputed(checkpointing.checkpoint_blocks(make("test_convnext")), batch)
     assert {name.split(".")[1] for name in again} == {"0", "1", "2"}  # stages.3 of four is left
-    again = recomputed(speed.checkpoint_blocks(make("test_vit")), batch)
+    again = recomputed(checkpointing.checkpoint_blocks(make("test_vit")), batch)
     assert {name.split(".")[1] for name in again} == {"0", "1", "2", "3", "4"}  # blocks.5 of six
     assert len(again) == len(set(again))  # each once
 
@@ -222,7 +222,7 @@ def test_the_last_stage_is_left_and_of_one_stage_the_last_block():
 def test_timms_own_checkpointing_gives_way():
     plain = make("test_convnext")
     plain.set_grad_checkpointing()
-    again = recomputed(speed.checkpoint_blocks(plain), images(32, steps=1)[0])
+    again = recomputed(checkpointing.checkpoint_blocks(plain), images(32, steps=1)[0])
     assert again and len(again) == len(set(again))
     assert not any(getattr(module, "grad_checkpointing", False) for module in plain.modules())
 
@@ -233,7 +233,7 @@ def test_a_model_without_blocks_is_left_with_a_warning(kind, capsys):
     if kind == "vgg":  # what features_only makes of it: single layers, called one by one
         model = FeatureListNet(VGG([8, "M", 16, "M"]), out_indices=(0, 1), flatten_sequential=True)
     with pytest.warns(UserWarning, match="no block"):
-        assert speed.checkpoint_blocks(model) is model
+        assert checkpointing.checkpoint_blocks(model) is model
     assert capsys.readouterr() == ("", "")
 
 
@@ -243,12 +243,12 @@ def test_twice_is_once_and_there_is_a_way_back():
     keys = list(model.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        once = [vars(m).get("forward") for m in speed.checkpoint_blocks(model).modules()]
+        once = [vars(m).get("forward") for m in checkpointing.checkpoint_blocks(model).modules()]
         assert any(once)
-        assert [vars(m).get("forward") for m in speed.checkpoint_blocks(model).modules()] == once
+        assert [vars(m).get("forward") for m in checkpointing.checkpoint_blocks(model).modules()] == once
         assert list(model.state_dict()) == keys
-        speed.checkpoint_blocks(model, False)
-        speed.checkpoint_blocks(model, False)
+        checkpointing.checkpoint_blocks(model, False)
+        checkpointing.checkpoint_blocks(model, False)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
@@ -303,7 +303,7 @@ def blocks_of(make_between, number: int = 4) -> nn.Sequential:
 )
 def test_what_moves_in_forward_moves_once(make_between):
     plain = blocks_of(make_between)
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     batches = images(8, steps=3)
     assert_same(train(ours, batches), train(plain, batches))
     buffers = dict(plain.named_buffers())
@@ -311,10 +311,12 @@ def test_what_moves_in_forward_moves_once(make_between):
 
 
 def test_evaluation_and_no_grad_take_the_plain_path(monkeypatch):
-    model = speed.checkpoint_blocks(make("test_resnet"))
+    model = checkpointing.checkpoint_blocks(make("test_resnet"))
     (batch,) = images(32, steps=1)
     calls = []
-    monkeypatch.setattr(speed, "checkpoint", lambda function, *args, **options: calls.append(1) or function(*args))
+    monkeypatch.setattr(
+        checkpointing, "checkpoint", lambda function, *args, **options: calls.append(1) or function(*args)
+    )
     with torch.no_grad():
         model(batch)
     with torch.inference_mode():
@@ -330,7 +332,7 @@ def test_frozen_norms_stay_frozen():
     for module in plain.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval().requires_grad_(False)
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     batches = images(32)
     assert_same(train(ours, batches), train(plain, batches))
     assert all(
@@ -342,7 +344,7 @@ def test_frozen_norms_stay_frozen():
 
 def test_the_second_pass_is_in_the_mode_of_the_first():
     plain = make("resnet10t")
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     (batch,) = images(32, steps=1)
     for model in (plain, ours):
         torch.manual_seed(2)
@@ -357,7 +359,7 @@ def test_the_second_pass_is_in_the_mode_of_the_first():
 def test_accumulated_gradients_are_those_of_the_plain_model():
     """Two passes before backward: the first is computed again after the second has moved the statistics."""
     plain = make("test_resnet")
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     first, second = images(32)
     for model in (plain, ours):
         (loss_of(model(first)) + loss_of(model(second))).backward()
@@ -367,7 +369,7 @@ def test_accumulated_gradients_are_those_of_the_plain_model():
 
 def test_backward_can_be_called_again():
     plain = blocks_of(lambda: nn.BatchNorm2d(4))
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     for model in (plain, ours):
         loss = loss_of(model(images(8, steps=1)[0]))
         loss.backward(retain_graph=True)
@@ -379,13 +381,13 @@ def test_backward_can_be_called_again():
 def test_a_block_in_several_places_runs_twice_not_more():
     model = blocks_of(lambda: nn.Sequential(nn.Identity()))
     model.insert(1, nn.Sequential(model[1][0]))
-    again = recomputed(speed.checkpoint_blocks(model), images(8, steps=1)[0])
+    again = recomputed(checkpointing.checkpoint_blocks(model), images(8, steps=1)[0])
     assert sorted(again) == ["1.0.between", "1.0.between", "2.1.between", "2.2.between"]
-    assert list(speed.find_blocks(model)) == ["1.0", "2.1", "2.2", "2.3"]
+    assert list(checkpointing.find_blocks(model)) == ["1.0", "2.1", "2.2", "2.3"]
 
 
 def test_an_error_in_the_second_pass_leaves_no_trace():
-    model = speed.checkpoint_blocks(blocks_of(lambda: nn.BatchNorm2d(4)))
+    model = checkpointing.checkpoint_blocks(blocks_of(lambda: nn.BatchNorm2d(4)))
     loss = loss_of(model(images(8, steps=1)[0]))
 
     def fail(*_) -> None:
@@ -434,7 +436,7 @@ class OddNet(nn.Module):
 def test_lists_dicts_and_keywords_pass_through():
     torch.manual_seed(0)
     plain = OddNet().train()
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     assert recomputed(copy.deepcopy(ours), images(8, steps=1)[0]) == []  # its parts have no children
     batches = images(8)
     assert_same(train(ours, batches), train(plain, batches))
@@ -446,7 +448,7 @@ def test_lists_dicts_and_keywords_pass_through():
 def test_the_average_of_the_weights_follows():  # T11
     plain = make("test_efficientnet")
     results = []
-    for model in (plain, speed.checkpoint_blocks(copy.deepcopy(plain))):
+    for model in (plain, checkpointing.checkpoint_blocks(copy.deepcopy(plain))):
         average = ModelEmaV3(model, decay=0.5)
         for batch in images(32, steps=3):
             train(model, batch[None])
@@ -454,7 +456,7 @@ def test_the_average_of_the_weights_follows():  # T11
         with torch.no_grad():
             results.append({"logits": average.module(images(32)[0]), **average.module.state_dict()})
     assert_same(results[1], results[0])
-    raw = speed.checkpoint_blocks(copy.deepcopy(plain))
+    raw = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     twin = copy.deepcopy(raw)
     train(twin, images(32))
     assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), plain.parameters(), strict=True))
@@ -468,18 +470,18 @@ def test_a_method_replaced_before_or_after_is_called_in_both_passes():
 
     for block in plain[1]:
         patching.replace_method(block, "forward", doubled)
-    before = speed.checkpoint_blocks(copy.deepcopy(plain))
+    before = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     after = blocks_of(lambda: nn.BatchNorm2d(4))
-    speed.checkpoint_blocks(after)
+    checkpointing.checkpoint_blocks(after)
     for block in after[1]:
         patching.replace_method(block, "forward", doubled)
-    speed.checkpoint_blocks(after)  # once more: it is checkpointed underneath
+    checkpointing.checkpoint_blocks(after)  # once more: it is checkpointed underneath
     batches = images(8)
     expected = train(plain, batches)
     assert_same(train(before, batches), expected)
     assert_same(train(after, batches), expected)
     with pytest.raises(ValueError, match="replaced"):
-        speed.checkpoint_blocks(after, False)
+        checkpointing.checkpoint_blocks(after, False)
 
 
 def test_autocast_around_and_inside():
@@ -495,7 +497,7 @@ def test_autocast_around_and_inside():
 
     plain = Inside(blocks_of(lambda: nn.BatchNorm2d(4)))
     plain.blocks[0] = nn.Conv2d(4, 4, 1)
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     batches = torch.randn(2, 2, 4, 8, 8)
     for bf16 in (False, True):
         assert_same(train(ours, batches, bf16), train(plain, batches, bf16))
@@ -504,11 +506,11 @@ def test_autocast_around_and_inside():
 @pytest.mark.parametrize("once", [True, False], ids=["in the graph", "beside the graph"])
 def test_compiled_it_gives_what_the_plain_model_gives(once, monkeypatch):
     """By the way of torch from 2.14, where one graph holds the model, and by that of older ones, which break it."""
-    if once and not speed.COMPILED_MOVES_ONCE:
+    if once and not checkpointing.COMPILED_MOVES_ONCE:
         pytest.skip("this torch moves statistics twice")
-    monkeypatch.setattr(speed, "COMPILED_MOVES_ONCE", once)
+    monkeypatch.setattr(checkpointing, "COMPILED_MOVES_ONCE", once)
     plain = blocks_of(lambda: nn.BatchNorm2d(4))
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
     batches = images(8)
     expected = train(plain, batches)
     torch.compiler.reset()
@@ -520,8 +522,8 @@ def test_the_kits_own_model():
     config = ModelConfig(backbone="test_efficientnet", weights="none", neck="none", drop_path=0.2)
     torch.manual_seed(0)
     plain = build_model(config).train()
-    ours = speed.checkpoint_blocks(copy.deepcopy(plain))
-    names = list(speed.find_blocks(ours))
+    ours = checkpointing.checkpoint_blocks(copy.deepcopy(plain))
+    names = list(checkpointing.find_blocks(ours))
     assert names and all(name.startswith("backbone.") for name in names)
     results = []
     for model in (ours, plain):
@@ -535,9 +537,9 @@ def test_the_kits_own_model():
 def test_many_blocks_are_looked_after_once(monkeypatch):
     """Whether a model was compiled is asked of all objects alive, which takes a tenth of a second and more."""
     asked = []
-    monkeypatch.setattr(speed.patching, "compiled_holder", asked.append)
+    monkeypatch.setattr(checkpointing.patching, "compiled_holder", asked.append)
     model = make("test_resnet")
-    speed.checkpoint_blocks(model)
-    assert len([m for m in model.modules() if any(speed._ours(m))]) > 1 and asked == [model]
-    speed.checkpoint_blocks(model, False)
+    checkpointing.checkpoint_blocks(model)
+    assert len([m for m in model.modules() if any(checkpointing._ours(m))]) > 1 and asked == [model]
+    checkpointing.checkpoint_blocks(model, False)
     assert asked == [model, model]
