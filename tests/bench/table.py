@@ -3,9 +3,10 @@
 import json
 import os
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 OUT = REPOSITORY / "work" / "bench"
@@ -14,6 +15,26 @@ PACKAGES = (
     "pylibjpeg-openjpeg", "pylibjpeg-rle", "python-gdcm", "dicomsdl", "monai", "itk-io", "torch", "medip", "timm", "lightning",
     "accelerate", "scikit-learn", "scipy",
 )  # fmt: skip
+
+
+class Result(NamedTuple):
+    """A row of RESULTS.md: what was measured, against what, and the ratio of the two over the rounds.
+
+    Attributes:
+        what, against: in words, with sizes; `ratio` says which way round, as "times as fast" or "share of the bytes".
+        median, low, high: of the rounds' ratios; NaN where nothing was measured, with the reason in `note`.
+        target: what was aimed at, if anything was: at least that, or with `at_most` at most that.
+    """
+
+    what: str
+    against: str
+    ratio: str
+    median: float
+    low: float
+    high: float
+    target: float | None = None
+    at_most: bool = False
+    note: str = ""
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -27,20 +48,24 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def save(out: Path, name: str, sections: dict[str, list[dict]], details: Any = None) -> Path:
+def save(
+    out: Path, name: str, sections: dict[str, list[dict]], details: Any = None, results: Sequence[Result] = ()
+) -> Path:
     """Prints the sections' tables and writes `name`.md and `name`.json with them and with what they ran on.
 
     Args:
         out: a folder, made where it is missing.
         sections: rows under a headline each.
         details: goes into the JSON file alone.
+        results: what of it RESULTS.md takes.
     """
     ran_on = machine()
     text = "".join(f"**{headline}**\n\n{markdown(rows)}\n" for headline, rows in sections.items())
     text += "Measured on " + ", ".join(f"{key} {value}" for key, value in ran_on.items()) + ".\n"
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
-    data = {"machine": ran_on, "sections": sections, "details": details}
+    rows = [result._asdict() for result in results]
+    data = {"machine": ran_on, "sections": sections, "results": rows, "details": details}
     (out / f"{name}.json").write_text(json.dumps(data, indent=1, default=float) + "\n", encoding="utf-8")
     print(text)
     return out / f"{name}.md"

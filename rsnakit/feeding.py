@@ -1,0 +1,1 @@
+"""How fast stored images reach the model, by store format, augmentation and number of loader processes."""
