@@ -1,8 +1,10 @@
 """What the measurements share in telling: Markdown and JSON files, and what they ran on."""
 
 import json
+import math
 import os
 import platform
+import statistics
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +15,7 @@ OUT = REPOSITORY / "work" / "bench"
 PACKAGES = (
     "numpy", "pydicom", "imagecodecs", "Pillow", "opencv-python-headless", "joblib", "pylibjpeg", "pylibjpeg-libjpeg",
     "pylibjpeg-openjpeg", "pylibjpeg-rle", "python-gdcm", "dicomsdl", "monai", "itk-io", "torch", "medip", "timm", "lightning",
-    "accelerate", "scikit-learn", "scipy",
+    "accelerate", "scikit-learn", "scipy", "albumentations",
 )  # fmt: skip
 
 
@@ -35,6 +37,17 @@ class Result(NamedTuple):
     target: float | None = None
     at_most: bool = False
     note: str = ""
+
+    @classmethod
+    def missing(cls, what: str, against: str, ratio: str, reason: str, **rest: Any) -> "Result":
+        """A row of what could not be measured here."""
+        return cls(what, against, ratio, math.nan, math.nan, math.nan, note=reason, **rest)
+
+
+def over_rounds(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    """theirs / ours, round by round: the median, the smallest and the largest."""
+    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
