@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+import speed_tables
 import torch
 from figures import (
     IMAGES,
@@ -47,7 +48,8 @@ from rsnakit.headers import COLUMNS
 from rsnakit.metrics import Interval
 from rsnakit.nested import NOT_NESTED
 
-MODULES = ("plots", "plots_cases", "plots_data", "plots_groups", "plots_models", "plots_scores", "plots_train")
+MODULES = ("plots", "plots_cases", "plots_data", "plots_groups", "plots_models", "plots_scores", "plots_speed",
+           "plots_train", "plots_tricks")  # fmt: skip
 ODD = ("one class", "one point", "no point", "missing", "many")
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
 MANY = make_table(80, machines=40)  # patients, a machine of their own for each two
@@ -289,14 +291,15 @@ FIGURES: dict[str, dict[str, Callable[[], Figure]]] = {  # by the function, then
         "one point": lambda: plots_models.head_scores({"naive": Interval(0.3, math.nan, math.nan)}),
         "no point": lambda: plots_models.head_scores({}),
     },
+    **speed_tables.FIGURES,
 }  # fmt: skip
 # What a figure has no place for: it is not drawn from labels, or not from what can be missing or many.
 HAS_NO = {
     "labels": ("counts", "header_overview", "machine_differences", "montage", "before_after", "differences", "stem_costs",
-               "activation_maps", "block_changes", "parts_gallery"),
+               "activation_maps", "block_changes", "parts_gallery", *speed_tables.FIGURES),
     "gaps": ("montage", "before_after", "differences", "activation_maps", "parts_gallery", "head_scores"),
     "many": ("birads_leak", "before_after", "differences", "score_histogram", "stem_costs", "activation_maps",
-             "parts_gallery", "head_scores"),
+             "parts_gallery", "head_scores", "tuned", "format_costs"),
 }  # fmt: skip
 
 
