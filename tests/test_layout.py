@@ -33,7 +33,7 @@ LADDER = (
     ),
     (
         "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "crew", "ensemble", "scored", "infer",
-        "calling", "evaluation", "comparing", "viewer", "trials", "feeding", "tuning", "speed",
+        "calling", "evaluation", "comparing", "viewer", "measuring", "trials", "feeding", "tuning", "speed",
     ),
     ("parcel", "bundle", "hidden", "checking", "outlook", "rehearsal", "publishing", "kaggle"),
 )  # fmt: skip
