@@ -28,7 +28,7 @@ def chunk_gain(reports: Mapping[str, pd.DataFrame]) -> Figure:
 
     Args:
         reports: by the case, the `.report` of `speed.compile_steps` with n="auto": n (0: eager), compile_s, ms_step, run_s,
-            total_s, pays_after, chosen, left_out.
+            total_s, pays_after, chosen, left_out and, where it has that, cached.
     """
     reports = {
         name: report.reset_index(drop=True) for name, report in reports.items() if report is not None and len(report)
@@ -96,7 +96,7 @@ def format_costs(table: pd.DataFrame) -> Figure:
             [f"{plain(bits)}, {_bytes(n)}" for bits, n in zip(table["bits"], table["bytes"], strict=True)],
         ),
         "error": ("error, share of the values (both rms)", [_error(error) for error in table["error"]]),
-        "load_ms": ("ms to load as float32", [f"{plain(ms)} ms" for ms in table["load_ms"]]),
+        "load_ms": ("ms to load as float32", [f"{plain(ms)}{' ms' * math.isfinite(ms)}" for ms in table["load_ms"]]),
     }
     figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 1.4 + 0.38 * len(table)))
     for ax, (column, (label, texts)) in zip(axes, panels.items(), strict=True):
@@ -198,7 +198,7 @@ def notes(left_out: Sequence[tuple[str, str]], width: int = 120) -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out:
         by_reason.setdefault(reason, []).append(name)
-    lines = [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    lines = [f"{short(', '.join(names), width - 2)}: {reason}" for reason, names in by_reason.items()]
     lines = lines[:3] + [f"and {len(lines) - 3} more reasons"] * (len(lines) > 3)
     return "".join("\n" + short(part, width) for line in lines for part in textwrap.wrap(line, width)[:2])
 
@@ -238,10 +238,10 @@ def _draw_chunks(ax: Axes, report: pd.DataFrame) -> None:
         run, total = float(eager["run_s"].iloc[0]), float(eager["total_s"].iloc[0])
         x = np.linspace(0, min(right, 0.999 * total), 200)
         ax.fill_between(x, 1 / (1 - x / total), top, where=1 / (1 - x / total) < top, color=BETTER, linewidth=0)
-        label += f" (grey: pays within {counted(max(1, round(total / run)), 'call')})"
+        label += f" (grey: pays within {counted(max(1, round(total / run)), 'call')}; orange: chosen)"
     ax.set(xlim=(-0.03 * right, right), ylim=(0, top), ylabel="times as fast as eager", xlabel=label)
     left = [
-        (counted(int(row.n), "step"), row.left_out)
+        ("eager" if row.n == 0 else counted(int(row.n), "step"), row.left_out)
         for row in report.itertuples()
         if isinstance(row.left_out, str) and row.left_out
     ]
@@ -255,7 +255,8 @@ def _chunk_text(row: tuple) -> str:
     if row.n == 0:
         return "eager"
     pays = f"pays after {counted(math.ceil(row.pays_after), 'call')}" if math.isfinite(row.pays_after) else "never pays"
-    return f"{counted(int(row.n), 'step')}: {times(row.gain)} times, {pays}"
+    cached = ", cached" * (getattr(row, "cached", False) is True)  # compiled by an earlier run: it takes longer anew
+    return f"{counted(int(row.n), 'step')}: {times(row.gain)} times, {pays}{cached}"
 
 
 def _with_gain(report: pd.DataFrame) -> pd.DataFrame:
@@ -283,7 +284,7 @@ def _name_points(
         )
         line.set_in_layout(False)
         ax.add_artist(line)
-        ax.plot(x, y, "o", color=colors[i] if len(colors) else CHOSEN, markersize=9, clip_on=False, zorder=5)
+        ax.plot(x, y, "o", color=colors[i] if len(colors) else NEUTRAL, markersize=9, clip_on=False, zorder=5)
         ax.annotate(texts[i], (1.03, place), xycoords="axes fraction", va="center", fontsize=9)
 
 
@@ -308,12 +309,22 @@ def _format_title(table: pd.DataFrame) -> str:
     if names[0] == table.index[0]:
         return f"{names[0]} takes {plain(row['bits'])} bits a value and {plain(row['load_ms'])} ms to load"
     speed = f"loads {times(row['times'])} times as fast" if math.isfinite(row["times"]) else "has no known speed"
-    title = (
-        f"{names[0]} takes {look.percent(row['bytes'] / first['bytes'])} of the bytes of {table.index[0]}, is off by "
-    )
-    title += f"{_error(row['error'])} and {speed}"
+    title = f"{names[0]} takes {look.percent(row['bytes'] / first['bytes'])} of the bytes of {table.index[0]}, "
+    title += f"{_off(row['error'])} and {speed}"
     scale = [name for name in table.index if name.startswith("int8")]
-    return title + (f"; {scale[0]} is off by {_error(table.loc[scale[0], 'error'])}" if scale else "")
+    return title + (f"; {scale[0]} {_off(table.loc[scale[0], 'error'])}" if scale else "")
+
+
+def _off(error: float) -> str:
+    if error == 0:
+        return "is exact"
+    return (
+        f"is off by {_error(error)}"
+        if math.isfinite(error)
+        else "overflows"
+        if error > 0
+        else "is off by what is not known"
+    )
 
 
 def _error(error: float) -> str:
