@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pydicom
 import pytest
+import torch
 from openers import broken, dying, zeros
 from pydicom import uid
 
@@ -21,6 +22,7 @@ sys.path.insert(0, str(BENCH))
 
 import amp_time  # noqa: E402
 import build_time  # noqa: E402
+import checkpoint_time  # noqa: E402
 import dicom_time  # noqa: E402
 import infer_time  # noqa: E402
 import loader_time  # noqa: E402
@@ -28,6 +30,7 @@ import loop_time  # noqa: E402
 import metrics_time  # noqa: E402
 import samples  # noqa: E402
 import stages  # noqa: E402
+import step_time  # noqa: E402
 import store_time  # noqa: E402
 import table  # noqa: E402
 import turns  # noqa: E402
@@ -347,11 +350,31 @@ def test_the_loops_verdict_names_who_is_faster():
 
 
 def test_amp_time_times_forward_and_step_in_both_precisions():
-    rows, times = amp_time.measure("resnet18", 2, 32, 2)
-    assert [row["what"] for row in rows] == ["forward", "forward and backward"]
+    case = amp_time.Case(2, (32, 32), 1.8)
+    rows, times, profiles = amp_time.measure("resnet18", case, 2)
+    assert [row["what"] for row in rows] == ["forward", "training step"]
     assert all(len(each) == 2 and all(0 < forward < step for forward, step in each) for each in times.values())
     assert rows[1]["fp32, ms"] == pytest.approx(500 * sum(step for _, step in times["fp32"]))
     assert rows[1]["from"] <= rows[1]["times as fast"] <= rows[1]["to"]
+    assert [row["in"] for row in profiles] == ["fp32", "bf16"]
+    assert all(row["convolutions, ms"] > 0 and row["norms, ms"] > 0 and row["copies, ms"] > 0 for row in profiles)
+    assert all(row["depthwise ones, ms"] == 0 for row in profiles)
+
+
+def test_amp_time_tells_depthwise_convolutions_apart():
+    _, _, profiles = amp_time.measure("tf_efficientnet_lite0", amp_time.Case(2, (32, 32)), 1)
+    assert all(row["depthwise ones, ms"] > 0 for row in profiles)
+    image, stem = [2, 1, 32, 32], [64, 1, 7, 7]
+    assert not amp_time.is_depthwise([image, stem]) and amp_time.is_depthwise([[2, 64, 9, 9], stem])
+
+
+def test_amp_time_has_a_target_where_the_processor_has_units():
+    case, times = amp_time.Case(8, (256, 128), 1.8), {"fp32": [(1, 3.0), (1, 4.0)], "bf16": [(1, 2.0), (1, 2.0)]}
+    result = amp_time.result_of("resnet18", case, times, "avx512_bf16")
+    assert result[:3] == ("training step of resnet18 in bf16, 8 x 256x128", "fp32", "times as fast")
+    assert result[3:] == (1.75, 1.5, 2.0, 1.8, False, "avx512_bf16")
+    emulated = amp_time.result_of("resnet18", case, times, amp_time.NO_UNITS)
+    assert emulated.target is None and "no bf16 units" in emulated.note
 
 
 @pytest.mark.parametrize(
@@ -404,6 +427,111 @@ def test_infer_time_compares_with_what_the_cores_could_do():
     assert row["target reached"] == "no"
     faster = infer_time.row_of("x", 2, [0.01], [0.03], [infer_time.Whole(9.0, 17.0, 400)])
     assert faster["target reached"] == "yes"
+
+
+def test_checkpoint_time_counts_what_differs():
+    """timm's own moves BatchNorm's statistics twice a step."""
+    rows, found = checkpoint_time.measure("resnet18", 2, 32, 1)
+    assert [row["way"] for row in rows] == list(checkpoint_time.WAYS)
+    assert found["differs"][checkpoint_time.PLAIN] == found["differs"][checkpoint_time.OURS] == []
+    twice = found["differs"][checkpoint_time.TIMM]
+    assert [row["statistics moved"] for row in rows] == [1, 1, 2]
+    assert "layer1.0.bn1.running_mean" in twice and not [name for name in twice if name.startswith("gradient")]
+    assert (
+        rows[1]["of plain"] < 0.7 and rows[1]["of plain"] == found["kept"]["checkpoint_blocks"] / found["kept"]["plain"]
+    )
+
+
+def test_checkpoint_time_names_a_tensor_that_differs_or_is_missing():
+    plain = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3), "c": torch.tensor(4)}
+    found = {"a": torch.tensor([1.0, 2.0000002]), "b": torch.tensor(3), "d": torch.tensor(4)}
+    assert checkpoint_time.different(found, plain) == ["a", "c", "d"]
+
+
+def test_checkpoint_time_gives_bytes_and_time_with_their_targets():
+    ways = checkpoint_time.WAYS
+    found = {
+        "kept": dict(zip(ways, (100, 15, 10), strict=True)),
+        "seconds": dict(zip(ways, ([1.0, 2.0, 1.0], [1.5, 2.2, 1.2], [1, 1, 1]), strict=True)),
+        "differs": dict(zip(ways, ([], [], ["x", "y", "z"]), strict=True)),
+        "tensors": 9,
+    }
+    kept, times = checkpoint_time.results_of("convnext_tiny", found)
+    assert (kept.median, kept.target, kept.at_most) == (0.15, 0.2, True)
+    assert (times.median, times.low, times.high, times.target, times.at_most) == (1.2, 1.1, 1.5, 1.35, True)
+    rows = checkpoint_time.results_of("tf_efficientnetv2_b0", found)
+    assert [(row.median, row.target, row.note) for row in rows[2:]] == [
+        (0, 0, "of 9"),
+        (3, None, "of 9; x, y among them"),
+    ]
+    assert rows[0].target is None
+
+
+def test_step_time_compares_what_the_kit_sets_with_what_would_be(monkeypatch, tmp_path, capsys):
+    ms = {"plain layout, alone": 50.0, "channels last, alone": 25.0, "channels last, alone, default spins": 30.0}
+    ms |= {"channels last, two at once": 60.0, "channels last, two at once, default spins": 90.0}
+    of = {variant: ms[name] for name, variant in step_time.VARIANTS.items()}
+    monkeypatch.setattr(step_time, "run", lambda *variant: of[variant])
+    monkeypatch.setattr(sys, "argv", ["step_time.py", "--out", str(tmp_path), "--rounds", "2"])
+    step_time.main()
+    data = json.loads((tmp_path / "step_time.json").read_text())
+    assert [row["median"] for row in data["results"]] == [2.0, 1.2, 1.5]
+    assert [row["ms an image"] for row in data["sections"]["tf_efficientnet_lite0, 16 x 256x128, fp32"]] == list(
+        ms.values()
+    )
+
+
+# What RESULTS.md gets
+
+
+def test_dicom_time_says_which_peers_are_missing_and_goes_on():
+    case = dicom_time.Case("made", Path("made.dcm"), (128, 64), 5.0)
+    details = {
+        "to": "128x64",
+        "ratios": {"pydicom": turns.Ratio(6.0, 5.0, 7.0), "dicomsdl": turns.Ratio(1.2, 1.1, 1.3)},
+        "failed": {"MONAI": "ModuleNotFoundError: No module named 'monai'", "medip": "ValueError: no such file"},
+    }
+    usual, peer, missing, unable = dicom_time.results_of(case, details)
+    assert usual[:8] == ("made to 128x64", "pydicom", "times as fast", 6.0, 5.0, 7.0, 5.0, False)
+    assert (peer.against, peer.median, peer.target) == ("dicomsdl", 1.2, 1.0)
+    assert np.isnan(missing.median) and missing.note == "not installed" and missing.against == "MONAI"
+    assert unable.note == "ValueError: no such file"
+
+
+def test_dicom_time_goes_on_where_the_usual_path_has_no_decoder(made, monkeypatch):
+    monkeypatch.setitem(dicom_time.WAYS, "pydicom", (broken,))
+    case = dicom_time.Case("made", made["jpeg_lossless"], (128, 64), 5.0)
+    (against_target,), _, (details,) = dicom_time.measure([case], 1, ("rsnakit", "pydicom"))
+    assert against_target["times faster"] == "not measured: not installed" and against_target["reached"] == ""
+    (row,) = dicom_time.results_of(case, details)
+    assert np.isnan(row.median) and (row.against, row.target) == ("pydicom", 5.0)
+
+
+def test_loop_time_has_a_row_for_each_other_loop():
+    seconds = {"rsnakit": [1.2, 2.4], "bare loop": [1.0, 2.0], "Fabric": [2.4, 2.4]}
+    failed = {"Accelerate": "ModuleNotFoundError: No module named 'accelerate'"}
+    bare, fabric, missing = loop_time.results_of("bf16", seconds, failed)
+    assert (bare.median, bare.target, bare.at_most) == (1.2, 1.3, True)
+    assert (fabric.against, fabric.median, fabric.low, fabric.high, fabric.target) == ("Fabric", 0.75, 0.5, 1.0, 1.0)
+    assert np.isnan(missing.median) and missing.note == "not installed"
+
+
+def test_other_benches_give_their_ratios_with_targets(tmp_path):
+    row, _ = store_time.rows_of("drawn", samples.write_drawn(tmp_path, 2, (160, 120)), (128, 64), tmp_path / "s", 1)
+    faster, size = store_time.results_of([row])
+    assert (faster.median, faster.target) == (row["times faster than PNG"], 8.0)
+    assert faster.low == pytest.approx(float(row["slowest to fastest round"].split()[0]))
+    assert size.median == pytest.approx(row["bits a pixel"] / row["PNG, bits"])
+    seconds = {1: [50.0, 90.0, 50.0], 2: [25.0, 30.0, 25.0]}
+    built = build_time.result_of("64x32", 100, seconds, build_time.summarize(100, seconds, [350.0]))
+    assert built[3:8] == (2.0, 2.0, 3.0, 1.7, False) and "350 MB" in built.note and "54706 images" in built.note
+    inferred = infer_time.result_of(infer_time.row_of("x", 2, [0.01], [0.03], [infer_time.Whole(10.0, 20.0, 400)]))
+    assert (inferred.median, inferred.target) == (pytest.approx(0.8), 0.85) and "40 images/s" in inferred.note
+    rows = [{"way": "rsnakit", "ms": 1.0, "times ours": 1.0, "from": 1.0, "to": 1.0}]
+    rows += [{"way": way, "ms": 9.0, "times ours": 9.0, "from": 8.0, "to": 9.5} for way in (metrics_time.SKLEARN, "x")]
+    ours, other = metrics_time.results_of("best", rows, 2.5)
+    assert ours[:8] == ("best", metrics_time.SKLEARN, "times as fast", 9.0, 8.0, 9.5, 2.5, False)
+    assert other.target is None and ours.note == "ours 1 ms of a core"
 
 
 # Scores

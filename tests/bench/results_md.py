@@ -17,7 +17,7 @@ import table
 if str(table.REPOSITORY) not in sys.path:
     sys.path.insert(0, str(table.REPOSITORY))
 
-from rsnakit.files import replacing  # noqa: E402
+from rsnakit.files import replacing
 
 HEAD = """# What was measured
 

@@ -1,28 +1,34 @@
 """What a training step of the default model costs on the CPU, by memory layout and by how OpenMP's threads wait.
 
-    python tests/bench/step_time.py
+    python tests/bench/step_time.py [--out work/bench] [--rounds 3]
 
-Prints medians of ms an image, the variants in turn, three rounds. `two at once` runs the same training in two processes,
-as loader workers or a second notebook do: there long spins of waiting threads take the cores from those that work.
+Medians of ms an image, the variants in turn. `two at once` runs the same training in two processes, as loader workers or a
+second notebook do: there long spins of waiting threads take the cores from those that work. Takes about a minute and a half
+on two cores.
 """
 
+import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import table
+
 REPOSITORY = Path(__file__).parents[2]
-ROUNDS, STEPS, BATCH = 3, 4, 16
+STEPS, BATCH = 4, 16
+PLAIN, LAST, DEFAULT = "plain layout, alone", "channels last, alone", "channels last, alone, default spins"
+TWO, TWO_DEFAULT = "channels last, two at once", "channels last, two at once, default spins"
 VARIANTS = {  # OpenMP's spins (None: its own default), channels last, processes at once
-    "plain layout, alone": (1000, False, 1),
-    "channels last, alone": (1000, True, 1),
-    "channels last, alone, default spins": (None, True, 1),
-    "channels last, two at once": (1000, True, 2),
-    "channels last, two at once, default spins": (None, True, 2),
+    PLAIN: (1000, False, 1),
+    LAST: (1000, True, 1),
+    DEFAULT: (None, True, 1),
+    TWO: (1000, True, 2),
+    TWO_DEFAULT: (None, True, 2),
 }
+MODEL = "tf_efficientnet_lite0"
 
 
 def measure(channels_last: bool) -> float:
@@ -32,7 +38,7 @@ def measure(channels_last: bool) -> float:
     import torch
 
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    model = timm.create_model("tf_efficientnet_lite0", in_chans=1, num_classes=1).to(memory_format=layout).train()
+    model = timm.create_model(MODEL, in_chans=1, num_classes=1).to(memory_format=layout).train()
     images = torch.rand(BATCH, 1, 256, 128)
     model(images).sum().backward()
     begun = time.perf_counter()
@@ -50,17 +56,34 @@ def run(spins: int | None, channels_last: bool, processes: int) -> float:
     return statistics.mean(float(process.communicate()[0]) for process in started)
 
 
-def main() -> None:
-    results: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for _ in range(ROUNDS):
-        for name, variant in VARIANTS.items():
-            results[name].append(run(*variant))
-    import torch
+def results_of(ms: dict[str, list[float]]) -> list[table.Result]:
+    """What the kit sets, against what would be without it: memory layout and short spins."""
+    step = f"training step of {MODEL}, {BATCH} x 256x128, fp32"
+    pairs = (
+        (f"{step}, channels last", "plain layout", PLAIN, LAST),
+        (f"{step}, short spins", "OpenMP's default spins", DEFAULT, LAST),
+        (f"{step}, short spins, two at once", "OpenMP's default spins, two at once", TWO_DEFAULT, TWO),
+    )
+    return [
+        table.Result(what, against, "times as fast", *table.over_rounds(ms[theirs], ms[ours]))
+        for what, against, theirs, ours in pairs
+    ]
 
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n")
-    print("| training step of tf_efficientnet_lite0, 256x128, fp32 | ms an image, median | spread |\n|---|---|---|")
-    for name, values in results.items():
-        print(f"| {name} | {statistics.median(values):.0f} | {min(values):.0f} to {max(values):.0f} |")
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=table.OUT)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    ms: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for _ in range(options.rounds):
+        for name, variant in VARIANTS.items():
+            ms[name].append(run(*variant))
+    rows = [
+        {"training step": name, "ms an image": statistics.median(values), "from": min(values), "to": max(values)}
+        for name, values in ms.items()
+    ]
+    table.save(options.out, "step_time", {f"{MODEL}, {BATCH} x 256x128, fp32": rows}, ms, results_of(ms))
 
 
 if __name__ == "__main__":
