@@ -2,16 +2,21 @@
 
 import os
 import random
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else importing it asks a server for its newest version
 
 import albumentations as A
 import cv2
 import numpy as np
+import pandas as pd
 
 NAMES = ("none", "light", "heavy", "first_place", "second_place")
+REST = "around them"  # of `costs`: drawing the seed, checks, Compose, clipping
+DRAWS = 8  # of `costs`: seeds an image and round
 
 
 class Augment:
@@ -45,8 +50,10 @@ class Augment:
         self.pipeline.set_random_state(np.random.default_rng(seed), random.Random(seed))
         # A channel is added, since some transforms read (H, W) and (H, W, 1) differently.
         out = self.pipeline(image=image[..., None])["image"].reshape(image.shape)
-        # Always a copy: a pipeline that did nothing gives back the image itself.
-        return np.array(out, order="C") if image.dtype == np.uint8 else np.clip(out, 0, 1, dtype=np.float32, order="C")
+        # Never the image itself, which a pipeline that did nothing gives back. What it made is clipped where it lies: a third
+        # picture at a time is more than the C library keeps, and would be brought from the system anew, page by page.
+        out = np.array(out, order="C") if np.may_share_memory(out, image) else np.ascontiguousarray(out)
+        return np.clip(out, 0, 1, out=out) if image.dtype == np.float32 else out
 
 
 def build(name: str, height: int, width: int) -> Augment | None:
@@ -68,6 +75,44 @@ def build(name: str, height: int, width: int) -> Augment | None:
     return Augment(checked(make, height, width), p, (height, width))
 
 
+def costs(name: str, images: Sequence[np.ndarray], rounds: int = 5) -> pd.DataFrame:
+    """What the transforms of a pipeline cost on images, each within the pipeline and as often as it comes there.
+
+    Args:
+        name: one of `NAMES`.
+        images: (H, W) float32 in [0, 1], all of one size.
+        rounds: how often every image is augmented, each time with 8 seeds; a first round more is not counted.
+
+    Returns:
+        A row a transform, the dearest first, under its class's name (those of one class together), and one for the rest of
+        a call; `ms` are milliseconds an image, over those too where it did not come, and `share` is of their sum. No rows
+        for `none`.
+
+    Raises:
+        ValueError: no such name, no image, or one that the pipeline refuses.
+    """
+    if not len(images):
+        raise ValueError("costs of augmentation: no images; give at least one")
+    pipeline = build(name, *images[0].shape)
+    seconds: dict[str, float] = {}
+    if pipeline is not None:
+        for transform in _leaves(pipeline.pipeline):
+            seconds[type(transform).__name__] = 0.0  # also where it never comes
+            for method in ("get_params", "get_params_dependent_on_data", "apply_with_params"):
+                setattr(transform, method, _timed(getattr(transform, method), seconds, type(transform).__name__))
+        seconds[REST] = 0.0
+        for seed in range(DRAWS * (rounds + 1)):
+            if seed == DRAWS:
+                seconds.update(dict.fromkeys(seconds, 0.0))
+            for image in images:
+                begun = time.perf_counter()
+                pipeline(image, seed)
+                seconds[REST] += time.perf_counter() - begun
+        seconds[REST] -= sum(spent for transform, spent in seconds.items() if transform != REST)
+    ms = pd.Series(seconds, dtype=float).sort_values(ascending=False) * (1000 / (DRAWS * rounds * len(images)))
+    return pd.DataFrame({"ms": ms, "share": ms / ms.sum()}).rename_axis("transform")
+
+
 def checked(make: Callable[[int, int], list[A.BasicTransform]], height: int, width: int) -> list[A.BasicTransform]:
     """Makes transforms with albumentations' warnings as errors: it takes an argument it does not know, and ignores it."""
     with warnings.catch_warnings():
@@ -78,19 +123,65 @@ def checked(make: Callable[[int, int], list[A.BasicTransform]], height: int, wid
             raise ValueError(f"albumentations {A.__version__} refuses this pipeline: {error}") from error
 
 
+class FlipsAndWarp(A.Affine):
+    """Flips from left to right and from top to bottom, and then an affine warp, in one go: the picture is gone through once.
+
+    It draws the numbers that `A.HorizontalFlip(flip_p)`, `A.VerticalFlip(flip_p)` and `A.Affine(p=warp_p)` would draw one
+    after another: with the same seed it gives their picture, but for what the warp rounds. Without a warp the flips are
+    exact. For images, masks and boxes.
+
+    Args:
+        flip_p: how often each flip comes, between 0 and 1.
+        warp_p: how often the warp comes.
+        p: how often any of it may come.
+        affine: as `A.Affine` takes it.
+    """
+
+    def __init__(self, flip_p: float = 0.5, warp_p: float = 0.9, p: float = 1.0, **affine: Any) -> None:
+        super().__init__(**affine, p=p)
+        self.flip_p = flip_p
+        self.warp_p = warp_p
+
+    def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        height, width = params["shape"][:2]
+        across, down = self.py_random.random() < self.flip_p, self.py_random.random() < self.flip_p
+        if self.warp_p >= 1 or self.py_random.random() < self.warp_p:
+            drawn = super().get_params_dependent_on_data(params, data) | {"flip": None}
+        else:
+            drawn = {
+                "matrix": np.eye(3), "bbox_matrix": np.eye(3), "rotate": 0.0, "scale": {"x": 1.0, "y": 1.0},
+                "output_shape": (height, width), "flip": (across, down),
+            }  # fmt: skip
+        for name, edge in ("matrix", 1), ("bbox_matrix", 0):  # of pixels the last is at width - 1, of boxes at width
+            mirrored = np.diag([-1.0 if across else 1.0, -1.0 if down else 1.0, 1.0])
+            mirrored[:2, 2] = across * (width - edge), down * (height - edge)
+            drawn[name] = drawn[name] @ mirrored
+        return drawn
+
+    def apply(self, img: np.ndarray, flip: tuple[bool, bool] | None, **params: Any) -> np.ndarray:
+        if flip is None:
+            return super().apply(img, **params)
+        across, down = flip
+        if not (across or down):
+            return img
+        return cv2.flip(img, -1 if across and down else int(across)).reshape(img.shape)
+
+    def apply_to_keypoints(self, keypoints: np.ndarray, **params: Any) -> np.ndarray:
+        raise NotImplementedError("FlipsAndWarp does not turn keypoints; take A.HorizontalFlip and A.Affine for those")
+
+
 def _flips() -> list[A.BasicTransform]:
     return [A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)]
 
 
 def _light(height: int, width: int) -> list[A.BasicTransform]:
-    return [*_flips(), _warp(shift=0.05, zoom=(0.9, 1.1), turn=10)]
+    return [_warp(shift=0.05, zoom=(0.9, 1.1), turn=10, flips=True)]
 
 
 def _heavy(height: int, width: int) -> list[A.BasicTransform]:
     holes = (max(1, height // 16), max(2, height // 6)), (max(1, width // 16), max(2, width // 6))
     return [
-        *_flips(),
-        _warp(shift=0.1, zoom=(0.8, 1.2), turn=30),
+        _warp(shift=0.1, zoom=(0.8, 1.2), turn=30, flips=True),
         A.RandomBrightnessContrast(brightness_limit=0.15, contrast_limit=0.2, p=0.5),
         A.CoarseDropout(num_holes_range=(1, 6), hole_height_range=holes[0], hole_width_range=holes[1], fill=0, p=0.25),
     ]
@@ -132,8 +223,8 @@ def _second_place(height: int, width: int) -> list[A.BasicTransform]:
     always come, what RandAugment drew from and how strongly, and how large an erased rectangle is, which is as in Random
     Erasing (Zhong et al., 2020)."""
     return [
-        *_flips(),  # each with p 0.5: no flip at all in a quarter of the pictures
-        _warp(shift=0, zoom=(0.85, 1.15), turn=45, p=1),
+        # Flips with p 0.5 each: no flip at all in a quarter of the pictures.
+        _warp(shift=0, zoom=(0.85, 1.15), turn=45, p=1, flips=True),
         _rand_augment(),
         A.Erasing(scale=(0.02, 0.33), ratio=(0.3, 3.3), fill=0, p=0.25),
     ]
@@ -162,8 +253,32 @@ def _rand_augment() -> A.BaseCompose:
     )
 
 
-def _warp(shift: float, zoom: tuple[float, float], turn: float, p: float = 0.9) -> A.BasicTransform:
-    return A.Affine(
-        translate_percent=(-shift, shift), scale=zoom, rotate=(-turn, turn), interpolation=cv2.INTER_LINEAR,
-        border_mode=cv2.BORDER_CONSTANT, fill=0, p=p,
-    )  # fmt: skip
+def _warp(
+    shift: float, zoom: tuple[float, float], turn: float, p: float = 0.9, flips: bool = False
+) -> A.BasicTransform:
+    """A warp that comes with p; with `flips` each of the two before it, which cost nothing then."""
+    how = {
+        "translate_percent": (-shift, shift), "scale": zoom, "rotate": (-turn, turn), "interpolation": cv2.INTER_LINEAR,
+        "border_mode": cv2.BORDER_CONSTANT, "fill": 0,
+    }  # fmt: skip
+    return FlipsAndWarp(flip_p=0.5, warp_p=p, **how) if flips else A.Affine(**how, p=p)
+
+
+def _leaves(compose: A.BaseCompose) -> list[A.BasicTransform]:
+    """Its transforms without those that only hold others."""
+    return [
+        leaf
+        for transform in compose.transforms
+        for leaf in (_leaves(transform) if isinstance(transform, A.BaseCompose) else [transform])
+    ]
+
+
+def _timed(function: Callable, seconds: dict[str, float], name: str) -> Callable:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[name] += time.perf_counter() - begun
+
+    return timed

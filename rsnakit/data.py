@@ -2,6 +2,8 @@
 `samplers`."""
 
 import contextlib
+import ctypes
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -11,7 +13,7 @@ import cv2
 import numpy as np
 import pandas as pd
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from rsnakit.folds import check_folds, count_folds, debug_subset, make_folds
 from rsnakit.samplers import BalancedSampler
@@ -25,6 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 UNITS = ("image", "breast")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 OF_VIEWS = ("image", "view_mask", "view_id")  # what a breast has one of for each view, and a batch pads
 
 
@@ -103,21 +106,41 @@ class MammogramDataset(Dataset):
             under its name, a class number or NaN. Of a breast, `image` is (V, 1, H, W), and `view_mask` (V,) bool, all True,
             and `view_id` (V,) int64 come with it.
         """
+        return self.__getitems__([item])[0]
+
+    def __getitems__(self, items: Sequence[int | tuple[int, int, int]]) -> "Samples":
+        """Several items, as a loader asks for a batch; their images lie in one tensor, where `collate` finds them."""
+        drawn = [self._draw(item) for item in items]
+        most = max(len(images) for images, _ in drawn)
+        batch = empty_batch((len(items), most, 1, *self.store.shape))
+        for place, (images, _) in zip(batch, drawn, strict=True):
+            for view, (row, seed) in zip(place, images, strict=False):
+                self._load(row, seed, view[0].numpy())
+            place[len(images) :] = 0
+        if self.members is None:
+            batch = batch[:, 0]
+            samples = [{"image": place, **labels} for place, (_, labels) in zip(batch, drawn, strict=True)]
+        else:
+            samples = [
+                {"image": place[: len(images)], **labels} for place, (images, labels) in zip(batch, drawn, strict=True)
+            ]
+        return Samples(samples, batch)
+
+    def _draw(self, item: int | tuple[int, int, int]) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:
+        """What an item is made of: (row of the table, seed of its augmentation) of each image, and all but the images."""
         number, epoch, position = item if isinstance(item, tuple) else (item, 0, 0)
         labels = {"cancer": torch.tensor(self.labels[number]), "item": torch.tensor(int(number))}
         for name, values in zip(self.aux, self.targets, strict=True):
             labels[name] = torch.tensor(values[number], dtype=torch.float32)
         seed = sample_seed(self.seed, epoch, position)
         if self.members is None:
-            return {"image": self._image(number, seed), **labels}
+            return [(number, seed)], labels
         rng = np.random.default_rng(seed)
         views = self._views(number, rng)
-        return {
-            "image": torch.stack([self._image(row, int(rng.integers(2**32))) for row in views]),
-            "view_mask": torch.ones(len(views), dtype=torch.bool),
-            "view_id": torch.from_numpy(self.view_ids[views]),
-            **labels,
-        }
+        of_views = {
+            "view_mask": torch.ones(len(views), dtype=torch.bool), "view_id": torch.from_numpy(self.view_ids[views])
+        }  # fmt: skip
+        return [(row, int(rng.integers(2**32))) for row in views], {**of_views, **labels}
 
     def _views(self, number: int, rng: np.random.Generator) -> list[int]:
         """Rows of the table that show a breast: all of them, or one of each kind."""
@@ -128,17 +151,40 @@ class MammogramDataset(Dataset):
             rows = [rng.choice(rows[kinds == kind]) for kind in np.unique(kinds)]
         return list(rows)
 
-    def _image(self, row: int, seed: int) -> torch.Tensor:
-        """The image of a row of the table, (1, H, W), augmented."""
-        image = self.store[int(self.rows[row])].astype(np.float32) / 4095
+    def _load(self, row: int, seed: int, out: np.ndarray) -> None:
+        """Puts the image of a row of the table, augmented, into (H, W) float32."""
+        np.divide(self.store[int(self.rows[row])], np.float32(4095), out=out)
         if self.augment is not None:
-            image = self.augment(image, seed)
-        return torch.from_numpy(image)[None]
+            out[...] = self.augment(out, seed)
+
+
+class Samples(list):
+    """Samples of a batch, and `images`: the tensor (N, ...) that theirs are parts of, padded as `collate` pads."""
+
+    def __init__(self, samples: list[dict[str, torch.Tensor]], images: torch.Tensor) -> None:
+        super().__init__(samples)
+        self.images = images
+
+
+def empty_batch(shape: tuple[int, ...]) -> torch.Tensor:
+    """A float32 tensor with no values yet, in the memory that a batch goes out of this process in.
+
+    New memory is slow, as the system has to bring it page by page: images are written to it once, and never moved. In a
+    loader's worker it is shared with the parent; else it is NumPy's, which asks for large pages.
+    """
+    if get_worker_info() is None:
+        return torch.from_numpy(np.empty(shape, np.float32))
+    storage = torch.empty(0)._typed_storage()._new_shared(math.prod(shape), device="cpu")  # as torch's own collate does
+    return torch.empty(0).new(storage).resize_(shape)
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Samples of `MammogramDataset` as a batch. Breasts are padded to as many views as the one with the most has: with zeros,
     and False in `view_mask`."""
+    images = getattr(samples, "images", None)
+    if images is not None:  # in one tensor already
+        rest = collate([{name: value for name, value in sample.items() if name != "image"} for sample in samples])
+        return {"image": images, **rest}
     if "view_mask" in samples[0]:
         most = max(len(sample["view_mask"]) for sample in samples)
         samples = [
@@ -187,9 +233,19 @@ def worker_init(_: int) -> None:
     """
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
+    keep_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(AttributeError, OSError):  # not on Windows
         os.setpgid(0, 0)
+
+
+def keep_memory() -> None:
+    """Has the C library keep what pictures were freed for the next ones: it would give them back to the system, to have their
+    memory brought again page by page, which takes longer than augmenting does. For glibc; elsewhere nothing happens."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(M_TRIM_THRESHOLD, 128 << 20)
 
 
 def sample_seed(seed: int, epoch: int, position: int) -> int:

@@ -389,6 +389,31 @@ def test_a_batch_of_breasts_is_padded_with_zeros_and_a_mask(small):
     assert set(single) == {"image", "cancer", "item"} and single["image"].shape == (2, 1, *SHAPE)
 
 
+@pytest.mark.parametrize("unit", ["image", "breast"])
+def test_items_asked_for_together_are_those_asked_for_one_by_one(small, unit):
+    dataset = MammogramDataset(BREASTS, small, augment.build("heavy", *SHAPE), unit, aux=("birads",), draw=False)
+    asked = [(2, 5, 0), (0, 5, 1), (1, 5, 2), (0, 6, 3)]
+    together, one_by_one = collate(dataset.__getitems__(asked)), collate([dataset[item] for item in asked])
+    assert list(together) == list(one_by_one)
+    for name, values in one_by_one.items():
+        assert torch.equal(together[name].nan_to_num(9), values.nan_to_num(9)) and together[name].dtype == values.dtype
+    assert together["image"].is_contiguous()
+    samples = dataset.__getitems__(asked)
+    assert collate(samples)["image"].data_ptr() == samples[0]["image"].data_ptr()  # written once, and not moved
+    assert torch.equal(collate(samples[1:])["image"], collate([dataset[item] for item in asked[1:]])["image"])
+
+
+def test_a_worker_writes_a_batch_to_memory_that_it_shares(small):
+    dataset = MammogramDataset(BREASTS, small)
+
+    def stay(samples):
+        return {**collate(samples), "shared": torch.tensor(samples.images.is_shared())}
+
+    for workers, shared in (0, False), (1, True):
+        loader = DataLoader(dataset, 3, num_workers=workers, collate_fn=stay, worker_init_fn=worker_init)
+        assert [bool(batch["shared"]) for batch in loader] == [shared] * 2
+
+
 def test_groups_keep_their_members_in_order():
     rng = np.random.default_rng(0)
     codes, _ = pd.factorize(rng.integers(0, 9, 50))
