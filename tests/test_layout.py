@@ -24,8 +24,8 @@ LADDER = (
     ),
     (
         "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots_groups", "plots_cases", "plots",
-        "plots_models", "plots_speed", "formats", "checkpoint", "runfiles", "runs", "tally", "history", "results", "headers",
-        "weights", "stepping", "checkpointing",
+        "plots_models", "plots_tricks", "plots_speed", "formats", "checkpoint", "runfiles", "runs", "tally", "history", "results", "headers",
+        "weights", "states", "chunks", "stepping", "checkpointing",
     ),
     (
         "models", "heatmaps", "samplers", "data", "prepare", "origins", "reading", "batches", "compare", "jobs", "preprocess",
@@ -33,7 +33,8 @@ LADDER = (
     ),
     (
         "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "crew", "ensemble", "scored", "infer",
-        "calling", "evaluation", "comparing", "viewer", "measuring", "trials", "feeding", "tuning", "speed",
+        "calling", "evaluation", "comparing", "viewer", "measuring", "trials", "feeding",
+        "stretches", "deciding", "tuning", "speed",
     ),
     ("parcel", "bundle", "hidden", "checking", "outlook", "rehearsal", "publishing", "kaggle"),
 )  # fmt: skip
