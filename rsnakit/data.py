@@ -112,7 +112,7 @@ class MammogramDataset(Dataset):
         """Several items, as a loader asks for a batch; their images lie in one tensor, where `collate` finds them."""
         drawn = [self._draw(item) for item in items]
         most = max(len(images) for images, _ in drawn)
-        batch = empty_batch((len(items), most, 1, *self.store.shape))
+        batch = empty_batch((len(items), most, 1, *self.store.shape), shared=get_worker_info() is not None)
         for place, (images, _) in zip(batch, drawn, strict=True):
             for view, (row, seed) in zip(place, images, strict=False):
                 self._load(row, seed, view[0].numpy())
@@ -166,13 +166,16 @@ class Samples(list):
         self.images = images
 
 
-def empty_batch(shape: tuple[int, ...]) -> torch.Tensor:
+def empty_batch(shape: tuple[int, ...], shared: bool) -> torch.Tensor:
     """A float32 tensor with no values yet, in the memory that a batch goes out of this process in.
 
-    New memory is slow, as the system has to bring it page by page: images are written to it once, and never moved. In a
-    loader's worker it is shared with the parent; else it is NumPy's, which asks for large pages.
+    New memory is slow, as the system has to bring it page by page: images are written to it once, and never moved.
+
+    Args:
+        shape: of the tensor.
+        shared: with the parent, as a loader's worker needs it; else it is NumPy's, which asks for large pages.
     """
-    if get_worker_info() is None:
+    if not shared:
         return torch.from_numpy(np.empty(shape, np.float32))
     storage = torch.empty(0)._typed_storage()._new_shared(math.prod(shape), device="cpu")  # as torch's own collate does
     return torch.empty(0).new(storage).resize_(shape)

@@ -15,7 +15,7 @@ import torch
 from openers import broken, dying, zeros
 from pydicom import uid
 
-from rsnakit import tables
+from rsnakit import augment, tables
 
 BENCH = Path(__file__).parent / "bench"
 sys.path.insert(0, str(BENCH))
@@ -393,6 +393,7 @@ def test_units_for_bf16_are_told(flags, found, tmp_path):
 
 def test_loader_time_loads_the_same_with_and_without_workers(tmp_path):
     store = loader_time.make_store(tmp_path / "s", (64, 32))
+    assert len(store) == loader_time.DRAWN + len(samples.real_mammograms()) and (store.index["status"] == "ok").all()
     row, rates = loader_time.measure(store, "light", 32, 1)
     assert row["size"] == "64x32" and row["samples/s, 0 workers"] == rates[0][0] > 0
     assert row["ratio"] == pytest.approx(rates[2][0] / rates[0][0])
@@ -404,6 +405,48 @@ def test_loader_time_loads_the_same_with_and_without_workers(tmp_path):
         for n in (0, 2)
     ]
     assert loaded[0] == loaded[1] and sum(len(items) for items, _ in loaded[0]) == 32
+
+
+def test_loader_time_compares_loaders_of_the_same_images(tmp_path):
+    block8 = loader_time.make_store(tmp_path / "s", (64, 32))
+    stores = {"block8": block8, "raw16": loader_time.copy_store(block8, tmp_path / "raw16", "raw16")}
+    paths = loader_time.write_pngs(block8, tmp_path / "png")
+    usual = list(loader_time.usual_loader_of(paths, "none", 0, 40)[0])
+    for store in stores.values():
+        for ours, theirs in zip(loader_time.loader_of(store, "none", 0, 40)[0], usual, strict=True):
+            assert torch.equal(ours["item"], theirs["item"]) and torch.equal(ours["cancer"], theirs["cancer"])
+            assert ours["image"].dtype == theirs["image"].dtype == torch.float32
+            torch.testing.assert_close(ours["image"], theirs["image"], rtol=0, atol=1e-5)
+    augmented, _ = loader_time.usual_loader_of(paths, loader_time.PLAIN, 0, 40)
+    assert not torch.equal(next(iter(augmented))["image"], usual[0]["image"])
+    light = augment.build("light", 64, 32).pipeline.transforms[0]
+    affine = loader_time.flips_then_affine()[2]  # PLAIN is what `light` is
+    assert (light.scale, light.rotate, light.translate_percent) == (
+        affine.scale,
+        affine.rotate,
+        affine.translate_percent,
+    )
+    assert light.warp_p == affine.p
+
+    rates = {0: loader_time.compare(stores, paths, 0, 32, 1)}
+    parts = loader_time.parts_of(stores, paths, 1)
+    assert all(ms > 0 for ms in parts.values())
+    results = loader_time.results_of({2: rates[0], 0: rates[0]}, parts, "64x32")
+    assert [result.target for result in results] == [3.0, 3.0, 1.8, 1.8, 1.8] + [None] * 5
+    usual_rate, our_rate = rates[0][loader_time.USUAL, "none"][0], rates[0]["block8", "none"][0]
+    assert results[0].median == results[0].low == pytest.approx(our_rate / usual_rate)
+    assert loader_time.rows_of(rates[0], 2)[0]["ratio"] == results[0].median
+    costs = loader_time.cost_rows([block8[0].astype(np.float32) / 4095])
+    assert {row["pipeline"] for row in costs} == set(augment.NAMES) - {"none"}
+
+
+def test_loader_time_names_what_limits():
+    parts = {"block8": 0.2, "light": 0.9, "written to new shared memory": 1.5}
+    assert loader_time.limit_of(("block8", "light"), parts) == (
+        "limit: new shared memory for the batch (ms a sample in a worker: new shared memory for the batch 1.50, "
+        "augmentation 0.90, decoding 0.20)"
+    )
+    assert loader_time.limit_of(("block8", "none"), {**parts, "block8": 2}).startswith("limit: decoding")
 
 
 def test_infer_time_scores_every_image_and_counts_its_seconds(tmp_path):
