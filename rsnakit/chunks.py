@@ -14,6 +14,11 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from rsnakit import states
 from rsnakit.states import Form
 
+COMPILER_ERRORS = {
+    "TorchDynamoException",
+    "FailOnRecompileLimitHit",
+    "InductorError",
+}  # by name: importing them takes seconds
 _number = itertools.count()
 
 
@@ -90,10 +95,13 @@ def advance(
 def seconds(
     chunk: Callable, leaves: list[torch.Tensor], program: Program | None, checkpoint: bool, times: int = 1
 ) -> float:
-    """That a chunk takes, backward included where there are gradients; of several in a row, the mean."""
-    taken = 0.0
+    """That a chunk takes, backward included where there are gradients; the mean of several, from the same state each.
+
+    From the same, since a step may count, and look up in a table as long as the loop.
+    """
+    taken, begin = 0.0, [leaf.detach() for leaf in leaves]
     for _ in range(times):
-        leaves = [leaf.detach() for leaf in leaves]
+        leaves = begin
         mark = torch.zeros((), requires_grad=True).view(()).grad_fn if torch.is_grad_enabled() else None
         begun = now(leaves)
         leaves, records = advance(chunk, leaves, program, checkpoint)
@@ -174,12 +182,13 @@ def hits() -> int:
 def explain(error: Exception) -> CompileError | None:
     """A compiler's error in a sentence: where in the step, and what to do; None if it is no compiler's."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    if not names & {"TorchDynamoException", "InductorError", "CppCompileError"}:
+    if not names & COMPILER_ERRORS:
         return None
     text = str(error)
     frames = re.findall(r'File "(.+)", line (\d+), in .+\n +(.+)', text.partition("from user code:")[2])
     where = f"{frames[-1][0]}, line {frames[-1][1]} ({frames[-1][2].strip()})" if frames else "the step"
-    reason = next((line.strip() for line in text.splitlines() if line.strip()), names.pop())
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])
     if "PendingUnbackedSymbol" in text:
         found = CompileError(
             f"{where}: the value of a tensor would be read in Python, as w[i] does where i has no dimension; "
@@ -187,8 +196,8 @@ def explain(error: Exception) -> CompileError | None:
         )
     elif "FailOnRecompileLimitHit" in names:
         found = CompileError(
-            f"{where}: compiled too often, since something that a step reads besides its state changes from run to run (a number, "
-            "say, or the shape of a tensor): make it a tensor of one shape, or a part of the state"
+            f"{where}: compiled too often, since something that a step reads besides its state changes from run to run "
+            "(a number, say, or the shape of a tensor): make it a tensor of one shape, or a part of the state"
         )
     elif "Unsupported" in names or "UserError" in names:
         found = CompileError(

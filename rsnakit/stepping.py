@@ -71,6 +71,8 @@ def compile_steps(
         return Steps(step, _count(n, "n"), record, checkpoint, backend)
     if state is None or total is None:
         raise ValueError('n="auto" measures: give it a state, and total, the steps of a call of run')
+    if not budget_s >= 0:
+        raise ValueError(f"budget_s is {budget_s}: expected seconds, 0 or more")
     sizes = sorted({_count(size, "a size to try") for size in chunks})
     steps = Steps(step, 1, record, checkpoint, backend)
     steps._choose(state, _count(total, "total"), _count(calls, "calls"), budget_s, sizes)
@@ -124,14 +126,12 @@ class Steps:
             return state
         program = self._program(leaves)
         size = self._size_eager(left) if self.eager else self.n
-        chunk = self._unrolled(size) if self.eager else program.chunk
         records = []
         while left:
             if not self.eager and _more_gradients(leaves, program):  # of what the step closes over, since the warm-up
                 program = self._program(leaves)
-                chunk = program.chunk
-            taken = size if left >= size else 1
-            one = chunk if taken == size else program.single
+            taken = min(size, left) if self.eager else size if left >= size else 1
+            one = self._unrolled(taken) if self.eager else program.chunk if taken == size else program.single
             leaves, recorded = self._advance(one, leaves, program)
             records.append(recorded)
             left -= taken
