@@ -6,7 +6,7 @@ Orange is what was chosen. Whiskers reach from the smallest to the largest of th
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -37,17 +37,19 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT_COLORS = {"block8": CHOSEN, "raw16": "#0072B2", "png16": "#009E73", "png8": "#CC79A7"}
+PRECISION_COLORS = {"fp32": "#000000", "bf16": "#0072B2", "fp16": "#009E73"}
 MARKERS = "osD^v"
 HEADINGS = {"precision": "precision and memory layout", "compile": "compiling", "together": "all together"}  # of parts
 
 
 @look.styled
-def rates(table: pd.DataFrame) -> Figure:
+def rates(table: pd.DataFrame, unit: str = "images") -> Figure:
     """Images a second of the settings that were tried, a bar each; what was skipped has its reason in place of a bar.
 
     Args:
         table: rows of a tuner's table, of one part or several: part, name, images_s, low, high, chosen, skipped. The first row
             of a part is what was asked.
+        unit: what is counted: images, or breasts.
     """
     if table.empty:
         return look.nothing("No settings were tried, so there is nothing to compare")
@@ -73,49 +75,67 @@ def rates(table: pd.DataFrame) -> Figure:
             y += 1
         y += 0.3
     name_rows(ax, ticks, y)
-    ax.set(xlabel="images/s, with the smallest and the largest of the rounds; orange: chosen", xlim=(0, top_of(table)))
-    return look.titled(figure, _choices_title(table))
+    ax.set(xlabel=f"{unit}/s, with the smallest and the largest of the rounds; orange: chosen", xlim=(0, top_of(table)))
+    return look.titled(figure, _choices_title(table, unit))
 
 
 @look.styled
-def batch_rates(table: pd.DataFrame) -> Figure:
-    """Images a second and memory of a step against the batch; batches that do not fit are crosses at the foot.
+def batch_rates(table: pd.DataFrame, unit: str = "images") -> Figure:
+    """Images a second and memory of a step against the batch; batches that could not be trained are crosses at the foot.
 
     Args:
-        table: rows of the part "batch" of a tuner's table: batch, images_s, low, high, peak_mb, chosen, skipped.
+        table: rows of the part "batch" of a tuner's table: name, batch, images_s, low, high, peak_mb, chosen, skipped. Names
+            such as "bf16, batch 8" make a line a precision.
+        unit: what a batch counts: images, or breasts.
     """
     if table.empty:
         return look.nothing("No batch was tried, so the largest is not known")
-    table = table.sort_values("batch")
-    fits = table[table["images_s"] > 0]
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.6))
-    chosen = fits[fits["chosen"].eq(True)]
-    for ax, column, label in zip(axes, ("images_s", "peak_mb"), ("images/s", "most memory of a step, MB"), strict=True):
-        ax.plot(fits["batch"], fits[column], "o-", color=NEUTRAL)
+    lines = table["name"].str.replace(r",? ?batch \d+$", "", regex=True)
+    table = table.assign(line=lines.map(lambda name: short(name, 24))).sort_values("batch", kind="stable")
+    order = list(dict.fromkeys([*table.loc[table["chosen"].eq(True), "line"], *table.sort_index()["line"]]))
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.8))
+    for ax, column, label in zip(
+        axes, ("images_s", "peak_mb"), (f"{unit}/s", "most memory of a step, MB"), strict=True
+    ):
+        for place, name in enumerate(order):
+            rows = table[table["line"] == name]
+            fits, color = rows[rows["images_s"] > 0], PRECISION_COLORS.get(name, NEUTRAL)
+            ax.plot(fits["batch"], fits[column], f"{MARKERS[place % len(MARKERS)]}-", color=color, label=name)
+            if column == "images_s":
+                ax.vlines(fits["batch"], fits["low"], fits["high"], color=color, linewidth=1.5)
+            failed = rows.drop(fits.index)["batch"]
+            if len(failed):  # an empty line that is not clipped takes the layout apart
+                ax.plot(failed, [0.0] * len(failed), "X", color=color, markersize=8, clip_on=False)
+        chosen = table[table["chosen"].eq(True) & (table["images_s"] > 0)]
         ax.plot(chosen["batch"], chosen[column], "o", color=CHOSEN, markersize=11)
-        failed = table.drop(fits.index)["batch"]
-        if len(failed):  # an empty line that is not clipped takes the layout apart
-            ax.plot(failed, [0.0] * len(failed), "X", color="#D55E00", markersize=8, clip_on=False)
-        if column == "images_s":
-            ax.vlines(fits["batch"], fits["low"], fits["high"], color="black", linewidth=1.5)
-        ax.set(xlabel="batch (orange: chosen, cross: does not fit)", ylabel=label, ylim=(0, top_of(fits, column)))
+        ax.set(ylabel=label, ylim=(0, top_of(table, column)))
         ax.set_xscale("log", base=2)
-        least, most = math.log2(table["batch"].iloc[0]), math.log2(table["batch"].iloc[-1])
+        least, most = math.log2(table["batch"].min()), math.log2(table["batch"].max())
         powers = range(math.floor(least), math.ceil(most) + 1, 1 + int(most - least) // 6)
         ax.set_xticks([2.0**k for k in powers], [f"{2**k:,}" for k in powers])
         ax.minorticks_off()
         ax.set_xlim(2 ** (least - 0.4), 2 ** (most + 0.4))
         ax.grid(True)
-    return look.titled(figure, _batch_title(fits, table.drop(fits.index)))
+    failed = table[~(table["images_s"] > 0)]
+    left_out = [(name, why or "unknown") for name, why in zip(failed["name"], failed["skipped"], strict=True)]
+    axes[0].set_xlabel(
+        "batch; orange: chosen" + notes(left_out, 56),
+        loc="left",
+    )
+    axes[1].set_xlabel("batch; cross: could not be trained", loc="left")
+    if len(order) > 1:
+        axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return look.titled(figure, _batch_title([table[table["line"] == name] for name in order], unit))
 
 
 @look.styled
-def loader_limits(table: pd.DataFrame, model_images_s: float) -> Figure:
+def loader_limits(table: pd.DataFrame, model_images_s: float, unit: str = "images") -> Figure:
     """Images a second that the loader gives, by format of the store and number of workers, against what the model takes.
 
     Args:
         table: store_format, workers, images_s, low, high, skipped, as `feeding.rates` gives it.
         model_images_s: images a second of training steps whose batches are at hand; NaN if it is not known.
+        unit: what is counted: images, or breasts.
     """
     measured = table[table["images_s"] > 0]
     if measured.empty:
@@ -133,12 +153,12 @@ def loader_limits(table: pd.DataFrame, model_images_s: float) -> Figure:
     ax.set_xticks(workers[:: 1 + len(workers) // 16])
     top = max(top_of(measured), 1.08 * model_images_s if model_images_s > 0 else 0.0)
     ax.set(
-        xlabel="workers of the loader" + notes(_left_out(table.drop(measured.index))), ylabel="images/s", ylim=(0, top)
+        xlabel="workers of the loader" + notes(_left_out(table.drop(measured.index))), ylabel=f"{unit}/s", ylim=(0, top)
     )
     ax.set_xlim(workers[0] - 0.5, workers[-1] + 0.5)
     ax.grid(True, axis="y")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    return look.titled(figure, _limit_title(measured, model_images_s))
+    return look.titled(figure, _limit_title(measured, model_images_s, unit))
 
 
 @look.styled
@@ -167,12 +187,13 @@ def transform_costs(table: pd.DataFrame) -> Figure:
 
 
 @look.styled
-def tuned(before: Mapping | pd.Series, after: Mapping | pd.Series | pd.DataFrame) -> Figure:
+def tuned(before: Mapping | pd.Series, after: Mapping | pd.Series | pd.DataFrame, unit: str = "images") -> Figure:
     """What all settings together give: images a second and memory, of what was asked and of what was chosen.
 
     Args:
         before: of what was asked: name, images_s, low, high, peak_mb.
         after: the same of what was chosen; of a table the last row counts, and all are drawn.
+        unit: what is counted: images, or breasts.
     """
     after = after if isinstance(after, pd.DataFrame) else pd.DataFrame([dict(after)])
     if not len(before) or after.empty:
@@ -181,14 +202,14 @@ def tuned(before: Mapping | pd.Series, after: Mapping | pd.Series | pd.DataFrame
     table = table.reindex(columns=["name", "images_s", "low", "high", "peak_mb"])
     table["chosen"] = table.index == len(table) - 1
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 1.4 + 0.4 * len(table)), width_ratios=(3, 2))
-    for ax, column, unit in ((left, "images_s", "images/s"), (right, "peak_mb", "most memory of a step, MB")):
+    for ax, column, label in ((left, "images_s", f"{unit}/s"), (right, "peak_mb", "most memory of a step, MB")):
         for y, row in table.iterrows():
             ends = {} if column == "images_s" else {"low": math.nan, "high": math.nan}
             bar(ax, y, {**row, **ends}, column)
             beside(ax, y, plain(row[column]))
         names = [short(name, 36) if ax is left else "" for name in table["name"]]
         name_rows(ax, [(y, name, "normal") for y, name in enumerate(names)], len(table))
-        ax.set(xlabel=unit, xlim=(0, top_of(table, column)))
+        ax.set(xlabel=label, xlim=(0, top_of(table, column)))
     first, last = table.iloc[0], table.iloc[-1]
     speed, memory = (
         last[column] / first[column] if first[column] > 0 else math.nan for column in ("images_s", "peak_mb")
@@ -211,16 +232,16 @@ def _left_out(rows: pd.DataFrame) -> list[tuple[str, str]]:
 # Titles that state the finding
 
 
-def _choices_title(table: pd.DataFrame) -> str:
+def _choices_title(table: pd.DataFrame, unit: str) -> str:
     """What was chosen in each part; of more than three parts, what was changed."""
     parts = [rows for _, rows in table.groupby("part", sort=False)]
     if len(parts) > 3:
         changed = [rows for rows in parts if rows["chosen"].eq(True).any() and not rows["chosen"].eq(True).iloc[0]]
         parts = changed[:3] or parts[-1:]
-    return "; ".join(map(_choice_title, parts))
+    return "; ".join(_choice_title(rows, unit) for rows in parts)
 
 
-def _choice_title(rows: pd.DataFrame) -> str:
+def _choice_title(rows: pd.DataFrame, unit: str) -> str:
     part = str(rows["part"].iloc[0])
     verb = "loads" if part == "loader" else "trains"
     rows = rows.assign(name=[short(name, 36) for name in rows["name"]])
@@ -230,14 +251,14 @@ def _choice_title(rows: pd.DataFrame) -> str:
     asked, chosen = rows.iloc[0], measured[measured["chosen"].eq(True)]
     kept = chosen.iloc[0] if len(chosen) else measured.loc[measured["images_s"].idxmax()]
     if not asked["images_s"] > 0:
-        rate = f"{kept['name']} {verb} {plain(kept['images_s'])} images/s"
+        rate = f"{kept['name']} {verb} {plain(kept['images_s'])} {unit}/s"
         return f"{rate}; what was asked, {asked['name']}, could not be measured"
     if kept.name != asked.name:
         text = f"{kept['name']} {verb} {as_fast(kept['images_s'] / asked['images_s'])} as what was asked"
         return text + ", and nothing is chosen" * chosen.empty
     others = measured.drop(asked.name)
     if others.empty:
-        return f"{asked['name']} {verb} {plain(asked['images_s'])} images/s; nothing else could be measured"
+        return f"{asked['name']} {verb} {plain(asked['images_s'])} {unit}/s; nothing else could be measured"
     best = others.loc[others["images_s"].idxmax()]
     ratio = best["images_s"] / asked["images_s"]
     text = f"{asked['name']} stays: {best['name']} {verb} {as_fast(ratio)}"
@@ -246,34 +267,34 @@ def _choice_title(rows: pd.DataFrame) -> str:
     return text + ", as the best of the others" * (len(others) > 1)
 
 
-def _batch_title(fits: pd.DataFrame, failed: pd.DataFrame) -> str:
-    if fits.empty:
-        reason = short(failed["skipped"].iloc[0] or "no reason is known", 100)
-        return f"Not even a batch of {failed['batch'].min():,} fits: {reason}"
-    largest, chosen = fits.iloc[-1], fits[fits["chosen"].eq(True)]
-    if len(fits) == 1 and failed.empty:
-        return (
-            f"A batch of {largest['batch']:,} fits and trains {plain(largest['images_s'])} images/s; no other was tried"
-        )
-    title = f"{largest['batch']:,} is the largest batch that fits"
-    if failed.empty:
-        title = f"Every batch that was tried fits, up to {largest['batch']:,}"
-    if len(fits) > 1:
-        ratio = times(largest["images_s"] / fits["images_s"].iloc[0])
-        title += f", and trains {ratio} times as many images/s as a batch of {fits['batch'].iloc[0]:,}"
-    if len(chosen):
-        title += f"; {chosen['batch'].iloc[0]:,} is chosen"
-    return title
+def _batch_title(lines: Sequence[pd.DataFrame], unit: str) -> str:
+    """How far each line goes and what stopped it, the chosen one's first; of that one what the largest batch gives."""
+    clauses = []
+    for rows in lines:
+        name, fits = rows["line"].iloc[0], rows[rows["images_s"] > 0]
+        said, most = f"{name}: " * bool(name), int(fits["batch"].max()) if len(fits) else 0
+        failed = rows[~(rows["images_s"] > 0) & (rows["batch"] > most)]
+        why = short(failed["skipped"].iloc[0] or "no reason is known", 60) if len(failed) else ""
+        if not len(fits):
+            clauses.append(f"{said}not even a batch of {rows['batch'].min():,} could be trained, {why}")
+            continue
+        stopped = f" ({failed['batch'].iloc[0]:,}: {why})" if len(failed) else ", and no larger one was tried"
+        clauses.append(f"{said}batches up to {most:,} fit{stopped}")
+        if len(fits) > 1 and len(clauses) == 1:
+            ratio = times(fits["images_s"].iloc[-1] / fits["images_s"].iloc[0])
+            clauses[0] += f"; the largest trains {ratio} times as many {unit}/s as a batch of {fits['batch'].iloc[0]:,}"
+    text = "; ".join(clauses)
+    return text if lines[0]["line"].iloc[0] else look.capital(text)
 
 
-def _limit_title(measured: pd.DataFrame, model: float) -> str:
+def _limit_title(measured: pd.DataFrame, model: float, unit: str) -> str:
     best = measured.loc[measured["images_s"].idxmax()]
     at = f"{short(best['store_format'])} with {counted(int(best['workers']), 'worker')}"
     if not model > 0:
-        return f"{at} loads fastest, {plain(best['images_s'])} images/s; what the model takes is not known"
+        return f"{at} loads fastest, {plain(best['images_s'])} {unit}/s; what the model takes is not known"
     ratio = best["images_s"] / model
     if ratio >= 1:
-        return f"The model is the limit: {at} loads {times(ratio)} times the images/s that it takes"
+        return f"The model is the limit: {at} loads {times(ratio)} times the {unit}/s that it takes"
     return (
-        f"The loader is the limit: at its best, {at}, it loads {times(ratio)} times the images/s that the model takes"
+        f"The loader is the limit: at its best, {at}, it loads {times(ratio)} times the {unit}/s that the model takes"
     )

@@ -128,6 +128,10 @@ FIGURES = {  # by the function, then by what it is drawn from
         "one point": lambda: plots_speed.batch_rates(make_batches(1, ())),
         "no point": lambda: plots_speed.batch_rates(make_batches().head(0)),
         "missing": lambda: plots_speed.batch_rates(make_batches().assign(peak_mb=math.nan, low=math.nan, chosen=None)),
+        "two precisions": lambda: plots_speed.batch_rates(
+            pd.concat([make_batches(n, (2**n,)).assign(name=lambda t, p=p: p + ", " + t["name"], chosen=False)
+                       for n, p in ((4, "fp32"), (6, "bf16"))], ignore_index=True)
+        ),
         "none fits": lambda: plots_speed.batch_rates(make_batches(0, (1,)).assign(skipped=REASON)),
         "many": lambda: plots_speed.batch_rates(make_batches(18, tuple(range(140000, 260000, 9000)))),
     },

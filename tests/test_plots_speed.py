@@ -74,19 +74,35 @@ def test_a_long_reason_is_on_two_lines_and_ends_in_an_ellipsis():
 
 def test_the_largest_batch_that_fits_is_told_and_those_that_do_not_are_crosses():
     figure = plots_speed.batch_rates(speed_tables.make_batches())
-    expected = "32 is the largest batch that fits, and trains 6 times as many images/s as a batch of 1; 8 is chosen"
+    expected = "Batches up to 32 fit (40: out of memory); the largest trains 6 times as many images/s as a batch of 1"
     assert title(figure) == expected
     for ax in figure.axes:
         crosses = [list(line.get_xdata()) for line in ax.lines if line.get_marker() == "X"]
         assert crosses == [[40, 48, 64]]
         assert [list(line.get_xdata()) for line in ax.lines if line.get_color() == ORANGE] == [[8]]
-    assert title(plots_speed.batch_rates(speed_tables.make_batches(3, ()))).startswith(
-        "Every batch that was tried fits, up to 4"
+    all_fit = title(plots_speed.batch_rates(speed_tables.make_batches(3, ())))
+    assert all_fit.startswith("Batches up to 4 fit, and no larger one was tried")
+    none = title(plots_speed.batch_rates(speed_tables.make_batches(0, (1, 2))))
+    assert none == "Not even a batch of 1 could be trained, out of memory"
+
+
+def test_precisions_have_a_line_each_and_the_chosen_one_comes_first():
+    fp32 = speed_tables.make_batches(3, (8, 6)).assign(chosen=False)
+    bf16 = speed_tables.make_batches(4, (16,)).assign(
+        skipped=lambda t: t["skipped"].replace("out of memory", "not tried")
     )
-    assert (
-        title(plots_speed.batch_rates(speed_tables.make_batches(0, (1, 2))))
-        == "Not even a batch of 1 fits: out of memory"
+    table = pd.concat(
+        [fp32.assign(name="fp32, " + fp32["name"]), bf16.assign(name="bf16, " + bf16["name"])], ignore_index=True
     )
+    figure = plots_speed.batch_rates(table, "breasts")
+    first = "bf16: batches up to 8 fit (16: not tried); the largest trains 4 times as many breasts/s as a batch of 1"
+    assert title(figure) == f"{first}; fp32: batches up to 4 fit (6: out of memory)"
+    lines = {
+        line.get_label(): list(line.get_xdata())
+        for line in figure.axes[0].lines
+        if line.get_label() in ("fp32", "bf16")
+    }
+    assert lines == {"bf16": [1, 2, 4, 8], "fp32": [1, 2, 4]}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +208,12 @@ def test_tricks_are_told_by_memory_and_time():
     points = {tuple(line.get_xydata()[0]) for line in figure.axes[0].lines if line.get_marker() == "o"}
     assert points == {(1.3, 0.13), (1.5, 0.1), (0.7, 0.55)}
     assert "bf16 autocast: time 0.7, memory 0.55" in said(figure)
+    with_plain = pd.concat([pd.DataFrame({"time": 1.0, "memory": 1.0}, ["plain"]), speed_tables.make_tricks().iloc[:1]])
+    assert title(plots_tricks.time_memory(with_plain)).startswith(
+        "checkpointing, convnext_tiny takes 0.13 times the memory"
+    )
+    slower = with_plain.assign(memory=[1.0, 2.0])
+    assert title(plots_tricks.time_memory(slower)).startswith("checkpointing, convnext_tiny takes 2 times the memory")
 
 
 def test_names_of_points_stand_in_the_order_of_their_heights():
