@@ -81,7 +81,7 @@ def costs(name: str, images: Sequence[np.ndarray], rounds: int = 5) -> pd.DataFr
     Args:
         name: one of `NAMES`.
         images: (H, W) float32 in [0, 1], all of one size.
-        rounds: how often every image is augmented, each time with 8 seeds; a first round more is not counted.
+        rounds: in each, every image is augmented with 8 seeds of its own; one more, the first, is not counted.
 
     Returns:
         A row a transform, the dearest first, under its class's name (those of one class together), and one for the rest of
@@ -101,13 +101,13 @@ def costs(name: str, images: Sequence[np.ndarray], rounds: int = 5) -> pd.DataFr
             for method in ("get_params", "get_params_dependent_on_data", "apply_with_params"):
                 setattr(transform, method, _timed(getattr(transform, method), seconds, type(transform).__name__))
         seconds[REST] = 0.0
-        for seed in range(DRAWS * (rounds + 1)):
-            if seed == DRAWS:
+        a_round = DRAWS * len(images)
+        for seed in range(a_round * (rounds + 1)):
+            if seed == a_round:
                 seconds.update(dict.fromkeys(seconds, 0.0))
-            for image in images:
-                begun = time.perf_counter()
-                pipeline(image, seed)
-                seconds[REST] += time.perf_counter() - begun
+            begun = time.perf_counter()
+            pipeline(images[seed % len(images)], seed)
+            seconds[REST] += time.perf_counter() - begun
         seconds[REST] -= sum(spent for transform, spent in seconds.items() if transform != REST)
     ms = pd.Series(seconds, dtype=float).sort_values(ascending=False) * (1000 / (DRAWS * rounds * len(images)))
     return pd.DataFrame({"ms": ms, "share": ms / ms.sum()}).rename_axis("transform")

@@ -345,6 +345,19 @@ def test_costs_are_those_of_transforms_times_how_often_they_come(monkeypatch):
     assert np.allclose(costs["share"], costs["ms"] / costs["ms"].sum()) and costs["ms"].is_monotonic_decreasing
 
 
+def test_costs_draw_anew_for_each_image_and_round(monkeypatch):
+    class Noting(augment.Augment):
+        def __call__(self, image, seed):
+            asked.append((image[0, 0], seed))
+            return image
+
+    asked = []
+    monkeypatch.setattr(augment, "build", lambda name, height, width: Noting([A.NoOp()]))
+    augment.costs("x", [np.full(SIZE, level, np.float32) for level in (0, 0.5, 1)], rounds=2)
+    assert len({seed for _, seed in asked}) == len(asked) == 3 * 8 * (1 + 2)
+    assert collections.Counter(level for level, _ in asked) == {0: 24, 0.5: 24, 1: 24}
+
+
 def test_costs_name_every_transform_of_a_pipeline():
     costs = augment.costs("heavy", [picture(seed=n) for n in range(2)], rounds=1)
     assert set(costs.index) == {"FlipsAndWarp", "RandomBrightnessContrast", "CoarseDropout", augment.REST}
