@@ -149,12 +149,14 @@ def cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def whole(competition: Path, run: Path) -> Whole:
+def whole(competition: Path, run: Path, device: str = "cpu") -> Whole:
     """Inference as 04 does it."""
     from rsnakit import env, infer
 
     with clocked() as seconds:
-        report = infer.predict(competition, run, infer.InferConfig(infer_batch_size=BATCH), env.RunConfig(device="cpu"))
+        report = infer.predict(
+            competition, run, infer.InferConfig(infer_batch_size=BATCH), env.RunConfig(device=device)
+        )
     if not (report["status"] == "ok").all():
         raise RuntimeError(f"not all images were scored: {report['reason'].unique()}")
     return Whole(*seconds[0], len(report))
