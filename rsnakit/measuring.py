@@ -78,9 +78,10 @@ class Measured:
 
     Attributes:
         images_s: images (breasts, where the model sees these) a second, of each round.
-        compile_s: seconds that the first steps took beyond what later ones take, compiling above all.
+        compile_s: seconds that the first steps took beyond what later ones take, compiling above all; few where torch has
+            compiled the same before, and finds it on the disk.
         peak_mb: MB of memory at most during steps, beyond what was taken before the model was made; NaN where it cannot be
-            told. On the CPU, where it is what is resident, the batch is part of it.
+            told. On the CPU, where it is what is resident, the batch is part of it, and so is what torch keeps once it has run.
         error: why it could not be done, in a sentence; empty where it could.
     """
 
@@ -146,13 +147,14 @@ class Training:
     Raises:
         ValueError: the device, the model or torch cannot do what the setting asks for.
         FloatingPointError: the loss is not finite in this precision.
-        RuntimeError: memory ran out, or whatever torch raises.
+        RuntimeError: there is no such device, memory ran out, or whatever torch raises.
     """
 
     def __init__(self, workload: Workload, samples: Samples, setting: Setting) -> None:
         self.device, size = workload.device, setting.batch_size
         if size < 1:
             raise ValueError(f"batch_size is {size}, expected at least 1")
+        env.choose_device(self.device)
         self.precision = env.choose_precision(self.device, setting.precision).value
         if setting.compile != "off":
             _prepare_compiler()
@@ -217,7 +219,7 @@ class Memory:
         self.device = device
         if device == "cpu":
             give_back()
-            self.before = _status("VmRSS")
+            self.before = _status("VmRSS") - _status("RssFile")
         elif device.startswith("cuda"):
             self.before = torch.cuda.memory_allocated(device)
         self.restart()
@@ -237,19 +239,21 @@ class Memory:
         """MB; NaN where the system does not tell."""
         if not self.known:
             return math.nan
-        peak = _status("VmHWM") if self.device == "cpu" else torch.cuda.max_memory_allocated(self.device)
+        if self.device == "cpu":  # without pages of files, which are the libraries' code and come as they are run
+            peak = _status("VmHWM") - _status("RssFile")
+        else:
+            peak = torch.cuda.max_memory_allocated(self.device)
         return max(0.0, peak - self.before) / MB
 
 
 @contextlib.contextmanager
-def limited(device: str, memory_gb: float | None, taken: float) -> Iterator[None]:
+def limited(device: str, memory_gb: float | None) -> Iterator[None]:
     """A context in which a device's memory runs out after so many GB (10 ** 9 bytes) more.
 
     On the CPU it always runs out before the machine's does, so that an error is raised and nothing is killed.
 
     Args:
         memory_gb: None: what there is.
-        taken: on the CPU, the bytes of data that count as taken already, as `data_bytes` gives them.
 
     Raises:
         ValueError: this system or device cannot be limited, and a limit was asked for.
@@ -264,12 +268,10 @@ def limited(device: str, memory_gb: float | None, taken: float) -> Iterator[None
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
-    elif kind == "cpu" and sys.platform == "linux" and not math.isnan(taken):
+    elif kind == "cpu" and not math.isnan(taken := _status("VmData")):
         import resource
 
         there = available()
-        # What lies between is free again by now, but still counted.
-        there += max(0.0, data_bytes() - taken)
         room = min(there - max(LEFT_ALONE * there, LEFT_BYTES), math.inf if memory_gb is None else memory_gb * 1e9)
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limits = [int(taken + max(0, room)), *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
@@ -282,11 +284,6 @@ def limited(device: str, memory_gb: float | None, taken: float) -> Iterator[None
         raise ValueError(f"memory_gb={memory_gb}: the memory of {device} cannot be limited on {sys.platform}")
     else:
         yield
-
-
-def data_bytes() -> float:
-    """Bytes of memory that this process may write to, resident or not, as a limit counts them; NaN where it is not told."""
-    return _status("VmData")
 
 
 def available(root: Path = Path("/")) -> float:

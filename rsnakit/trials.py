@@ -13,12 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cv2
 import torch
+from tqdm import tqdm
 
 from rsnakit import env, measuring
 from rsnakit.measuring import Measured, Setting, Workload
@@ -28,6 +31,7 @@ __all__ = ["Batches", "Measured", "Setting", "Trials", "Workload"]
 START_S = 180  # a process has imported torch and read its images by then
 SOFT = 0.9  # of a limit: no round begins after that
 SAID = 200  # characters of the last line that a process said
+BAR = "batch/s"  # in a line that is a progress bar's
 KILL = 9  # signal.SIGKILL, which Windows has not
 
 
@@ -174,7 +178,8 @@ class Trials:
             try:
                 answer.take(worker, [settings[place] for place in todo], rounds, memory_gb, end)
             except _Died as died:
-                self.close()
+                if not died.replaced:
+                    self.close()
                 answer.blame(died)
             except BaseException:  # Ctrl-C
                 self.close()
@@ -214,11 +219,12 @@ class _Found(NamedTuple):
 
 
 class _Died(Exception):
-    """The process is gone, or is as good as gone: how, and whether a signal ended it or it was not done in time."""
+    """The process is gone, or as good as gone: how, the number of the signal that ended it, whether it was not done in time,
+    and whether another stands ready already."""
 
-    def __init__(self, how: str, number: int = 0, late: bool = False) -> None:
+    def __init__(self, how: str, number: int = 0, late: bool = False, replaced: bool = False) -> None:
         super().__init__(how)
-        self.number, self.late = number, late
+        self.number, self.late, self.replaced = number, late, replaced
 
 
 class _Answer:
@@ -245,6 +251,8 @@ class _Answer:
                 self.found[place] = _Found(value)
             elif name == "failed":
                 self.found[place] = _Found(Measured(error=value[0]), no_room=value[1])
+            elif name == "gone":
+                raise worker.how_it_ended(value, replaced=True)
             else:
                 self.whole = True
                 return
@@ -300,16 +308,23 @@ class _Worker:
         raise self._gone()
 
     def _gone(self) -> _Died:
-        """How it ended, in a sentence."""
         self.process.join(5)
-        code = self.process.exitcode or 0
+        return self.how_it_ended(self.process.exitcode or 0)
+
+    def how_it_ended(self, code: int, replaced: bool = False) -> _Died:
+        """In a sentence, with the last that it said.
+
+        Args:
+            code: its exit code, as `subprocess` has it.
+        """
         if code == -KILL:
-            return _Died("its process was killed, as the system does when the main memory is used up", KILL)
+            how = "its process was killed, as the system does when the main memory is used up"
+            return _Died(how, KILL, replaced=replaced)
         said = [line for line in Path(self.log).read_text(errors="replace").splitlines() if line.strip()]
-        last = f" ({said[-1].strip()[:SAID]})" if said else ""
+        last = f" ({said[-1].strip()[:SAID]})" if said and BAR not in said[-1] else ""
         if code < 0:
-            return _Died(f"its process crashed with {signal.Signals(-code).name}{last}", -code)
-        return _Died(f"its process ended with exit code {code}{last}")
+            return _Died(f"its process crashed with {signal.Signals(-code).name}{last}", -code, replaced=replaced)
+        return _Died(f"its process ended with exit code {code}{last}", replaced=replaced)
 
     def end(self) -> None:
         """Ends it in whatever state it is, and what it started with it."""
@@ -326,7 +341,8 @@ class _Worker:
 def _serve(pipe: connection.Connection, log: str, threads: int) -> None:
     """What the process does: gets ready for a workload, then answers requests until the other end is gone."""
     _settle(log)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)  # a pool of threads would not outlive the fork
+    cv2.setNumThreads(0)
     with contextlib.suppress(EOFError, OSError):
         workload = pipe.recv()
         try:
@@ -335,20 +351,34 @@ def _serve(pipe: connection.Connection, log: str, threads: int) -> None:
             pipe.send(("refused", None, measuring.in_words(error)))
             return
         pipe.send(("ready", None, None))
-        taken: dict[bool, float] = {}
         while True:
-            settings, rounds, memory_gb, limit_s = pipe.recv()
-            compiled = any(setting.compile != "off" for setting in settings)
-            if compiled not in taken:
-                if compiled:  # what it imports is no setting's
-                    with contextlib.suppress(Exception):
-                        env.choose_compile(workload.device, "default")
-                measuring.give_back(workload.device)
-                taken[compiled] = measuring.data_bytes()
-            with measuring.limited(workload.device, memory_gb, taken[compiled]):
-                for message in _answers(workload, samples, settings, rounds, time.monotonic() + limit_s):
-                    pipe.send(message)
-            pipe.send(("end", None, None))
+            request = pipe.recv()
+            if workload.device != "cpu" or sys.platform != "linux":
+                _answer(pipe, workload, samples, threads, *request)
+            elif number := _in_a_child(_answer, pipe, workload, samples, threads, *request):
+                pipe.send(("gone", None, number))
+
+
+def _in_a_child(function: Callable, *arguments: Any) -> int:
+    """Calls a function in a forked process, and gives its exit code; minus the signal's number where one ended it.
+
+    On a CPU so much stays behind when memory ran out (oneDNN makes no more code in that thread, freed memory is still counted)
+    that a new process is the only way to begin at the beginning; and this is one that takes milliseconds. It is safe since
+    this process has but one thread at work and has used no pool of them.
+    """
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = 1
+    try:
+        function(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(status)
 
 
 def _settle(log: str) -> None:
@@ -362,6 +392,7 @@ def _settle(log: str) -> None:
         os.setpgid(0, 0)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process would leave behind
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
@@ -373,27 +404,35 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _answers(
-    workload: Workload, samples: measuring.Samples, settings: Sequence[Setting], rounds: int, end: float
-) -> Iterator[tuple[str, int, Any]]:
+def _answer(
+    pipe: connection.Connection, workload: Workload, samples: measuring.Samples, threads: int,
+    settings: Sequence[Setting], rounds: int, memory_gb: float | None, limit_s: float,
+) -> None:  # fmt: skip
     """Says at which setting it is, and of each what it gave, again after each round, or why it failed."""
+    end, device = time.monotonic() + limit_s, workload.device
+    torch.set_num_threads(threads)
+    if any(setting.compile != "off" for setting in settings):
+        with contextlib.suppress(Exception):  # what it imports is no setting's, and what it says is told of the setting
+            env.choose_compile(device, "default")
     alive: dict[int, measuring.Training] = {}
-    for turn in range(rounds + 1):
-        for place, setting in enumerate(settings):
-            if turn and (place not in alive or time.monotonic() > end):
-                continue
-            yield "at", place, turn == 0
-            try:
-                if turn:
-                    alive[place].round()
-                else:
-                    alive[place] = measuring.Training(workload, samples, setting)
-                yield "measured", place, alive[place].measured
-            except Exception as error:  # whatever torch, a compiler or a driver raises
-                alive.pop(place, None)
-                yield "failed", place, (measuring.in_words(error), measuring.lacks_room(error))
-                measuring.recover(error, workload.device)
-    alive.clear()
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # what was compiled for one setting must not decide how the next is
-    measuring.give_back(workload.device)
+    with measuring.limited(device, memory_gb):
+        for turn in range(rounds + 1):
+            for place, setting in enumerate(settings):
+                if turn and (place not in alive or time.monotonic() > end):
+                    continue
+                pipe.send(("at", place, turn == 0))
+                try:
+                    if turn:
+                        alive[place].round()
+                    else:
+                        alive[place] = measuring.Training(workload, samples, setting)
+                    pipe.send(("measured", place, alive[place].measured))
+                except Exception as error:  # whatever torch, a compiler or a driver raises
+                    alive.pop(place, None)
+                    pipe.send(("failed", place, (measuring.in_words(error), measuring.lacks_room(error))))
+                    measuring.recover(error, device)
+        alive.clear()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # what was compiled for one setting must not decide how the next is
+        measuring.give_back(device)
+    pipe.send(("end", None, None))
