@@ -411,9 +411,10 @@ def _answer(
     """Says at which setting it is, and of each what it gave, again after each round, or why it failed."""
     end, device = time.monotonic() + limit_s, workload.device
     torch.set_num_threads(threads)
-    if any(setting.compile != "off" for setting in settings):
-        with contextlib.suppress(Exception):  # what it imports is no setting's, and what it says is told of the setting
-            env.choose_compile(device, "default")
+    for mode in {setting.compile for setting in settings} & {"default", "max-autotune"}:
+        env.choose_compile(
+            device, mode
+        )  # what it imports is no setting's; what it says is asked for again by the setting
     alive: dict[int, measuring.Training] = {}
     with measuring.limited(device, memory_gb):
         for turn in range(rounds + 1):
