@@ -145,6 +145,12 @@ def test_constant_and_tiny_arrays(value, shape, tmp_path):
     assert formats.round_trip(x, "8+1 bits", tmp_path).shape == shape
 
 
+def test_int8_of_values_that_are_127_times_too_small_for_a_scale(tmp_path):
+    x = np.array([1, -7, 3], np.float32) * np.finfo(np.float32).smallest_subnormal
+    assert np.ptp(x) > 0 and np.float32(np.abs(x).max() / 127) == 0
+    np.testing.assert_array_equal(formats.round_trip(x, "int8, one scale", tmp_path), x)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, ">f4"])
 def test_other_floats_and_strides_are_taken(dtype, tmp_path):
     x = waves().astype(dtype)[:, ::3, ::-1]

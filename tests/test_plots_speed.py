@@ -86,6 +86,12 @@ def test_the_largest_batch_that_fits_is_told_and_those_that_do_not_are_crosses()
     assert none == "Not even a batch of 1 could be trained, out of memory"
 
 
+def test_what_stopped_the_batches_is_the_next_larger_one():
+    table = speed_tables.make_batches(4, (16,))
+    table.loc[1, ["images_s", "skipped"]] = [math.nan, "it took too long"]
+    assert title(plots_speed.batch_rates(table)).startswith("Batches up to 8 fit (16: out of memory)")
+
+
 def test_precisions_have_a_line_each_and_the_chosen_one_comes_first():
     fp32 = speed_tables.make_batches(3, (8, 6)).assign(chosen=False)
     bf16 = speed_tables.make_batches(4, (16,)).assign(
