@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 CASES = {
     "convnext_tiny": Case(4, (512, 256), 1.3),
-    "resnet18": Case(16, (256, 128), 1.8),
+    "resnet18": Case(32, (256, 128), 1.8),
     "tf_efficientnet_lite0": Case(16, (256, 128)),
 }
 UNITS = ("avx512_bf16", "amx_bf16")

@@ -137,8 +137,9 @@ def summary(sections: Mapping[str, str]) -> str:
             note = row.pop("note")
             row["median"] += f" ({note})" if row["median"] == NOT_MEASURED and note else ""
             rows.append({"bench": f"[{name}](#{name})", **row})
-    reached = [row["reached"] for row in rows if row["target"]]
-    count = f"{reached.count('yes')} of {len(reached)} targets reached, {reached.count('')} not measured."
+    reached = [row["reached"] for row in rows if row["reached"]]
+    missing = sum(row["median"].startswith(NOT_MEASURED) for row in rows)
+    count = f"{reached.count('yes')} of {len(reached)} targets reached; {missing} of {len(rows)} rows not measured."
     busy = [name for name, text in sections.items() if BUSY in where(text)]
     warning = f" Other work ran on the machine during {', '.join(busy)}: these are rough." if busy else ""
     return f"{count}{warning}\n\n{table.markdown(rows)}"
