@@ -208,8 +208,14 @@ def test_figures_of_the_readme_are_rows_of_the_results(folder, monkeypatch):
         ["**Another**", "x", "y", "not measured"],
     ]
     assert f"Measured on: {datetime.date.today()}, {table.machine()['processor']}, {os.cpu_count()} cores.\n" in text
+
+
+def test_a_readme_without_a_place_for_figures_is_told_before_anything_runs(folder):
+    bench(folder, "b_time")
+    (folder.parent / "README.md").write_text("no marks")
     with pytest.raises(ValueError, match="no place for its figures"):
-        results_md.replace_figures("no marks", "x")
+        run(folder, readme=folder.parent / "README.md")
+    assert not (folder.parent / "RESULTS.md").exists() and (folder.parent / "README.md").read_text() == "no marks"
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,10 @@ def main(
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in benches]:
         parser.error(f"no bench {', '.join(unknown)}: there are {', '.join(benches)}")
+    if readme is not None:
+        results_md.replace_figures(
+            readme.read_text(encoding="utf-8"), ""
+        )  # has to have a place for them: not found out late
     sections = results_md.read(results)
     if options.list:
         for name, path in benches.items():

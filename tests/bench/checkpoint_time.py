@@ -1,6 +1,6 @@
 """What checkpointing takes and gives on the CPU: plain, by speed.checkpoint_blocks, and by timm's own switch, in turns.
 
-    python tests/bench/checkpoint_time.py [--out work/bench] [--rounds 9]
+    python tests/bench/checkpoint_time.py [--out work/bench] [--rounds 7]
 
 A step is forward, backward and no optimizer, in fp32 on two threads. The ratios are those of one round each, their median,
 smallest and largest over the rounds. `MB kept` is what autograd holds between forward and backward, parameters and
@@ -138,7 +138,7 @@ def results_of(name: str, found: dict[str, dict]) -> list[table.Result]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=table.OUT)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     torch.set_num_threads(2)
