@@ -6,6 +6,7 @@ is tried in a new process. What is tried there stands in `measuring`.
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import os
 import signal
@@ -350,6 +351,8 @@ def _serve(pipe: connection.Connection, log: str, threads: int) -> None:
         except Exception as error:  # whatever a table or a store does
             pipe.send(("refused", None, measuring.in_words(error)))
             return
+        gc.collect()
+        gc.freeze()  # what is imported by now need not be looked through again and again, nor copied into each child for it
         pipe.send(("ready", None, None))
         while True:
             request = pipe.recv()
