@@ -7,6 +7,7 @@ of its own), in bf16 and channels last where nothing else is said; fp32 is torch
 compared takes turns; a ratio is of one round, and its median, smallest and largest over the rounds are told. The largest
 batch is found by bisection, with the GPU as it is: nothing else should hold its memory. The wave equation is that of
 tests/waves.py, 1,000 steps. Inference goes from DICOM files of 4096x3328 to scores. What fails costs its own rows alone.
+Takes up to twenty-five minutes on a GPU.
 """
 
 import argparse
@@ -40,7 +41,7 @@ class Plan:
     steps: int = 1000
     images: int = 320
     detector: tuple[int, int] = samples.SIZE
-    limit_s: float = 240.0  # of each comparison, and of each search for the largest batch
+    limit_s: float = 150.0  # of each comparison, and of each search for the largest batch
 
 
 class Row(NamedTuple):
