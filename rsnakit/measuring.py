@@ -260,14 +260,16 @@ def limited(device: str, memory_gb: float | None) -> Iterator[None]:
     """
     kind = device_type(device)
     if kind == "cuda" and memory_gb is not None:
+        index = torch.device(device).index
+        index = torch.cuda.current_device() if index is None else index  # torch takes no "cuda" without a number here
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        share = (torch.cuda.memory_reserved(device) + memory_gb * 1e9) / total
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+        total = torch.cuda.get_device_properties(index).total_memory
+        share = (torch.cuda.memory_reserved(index) + memory_gb * 1e9) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
         try:
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0, index)
     elif kind == "cpu" and not math.isnan(taken := _status("VmData")):
         import resource
 

@@ -414,6 +414,8 @@ def _answer(
     """Says at which setting it is, and of each what it gave, again after each round, or why it failed."""
     end, device = time.monotonic() + limit_s, workload.device
     torch.set_num_threads(threads)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # or locked memory would be another GPU's, and take some of it
     for mode in {setting.compile for setting in settings} & {"default", "max-autotune"}:
         env.choose_compile(
             device, mode

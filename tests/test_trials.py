@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from rsnakit import data, measuring, models
+from rsnakit import trials as trials_module
 from rsnakit.models import ModelConfig
 from rsnakit.recipe import LoopConfig, TrainConfig
 from rsnakit.trials import Batches, Measured, Setting, Trials, Workload, _Found
@@ -223,6 +226,54 @@ def test_what_ends_the_search_for_a_batch(workload, monkeypatch):
                                  "why": ""}], "time")  # fmt: skip
     with pytest.raises(ValueError, match="positive"):
         trials.largest_batch(PLAIN, memory_gb=0)
+
+
+class Deaf(list):
+    """A pipe that keeps what is sent."""
+
+    def send(self, message: tuple) -> None:
+        self.append(message)
+
+
+def test_memory_that_ran_out_is_given_back(workload, monkeypatch):
+    """On a GPU all goes on in the same process: what filled it must be gone, and the next setting is tried."""
+    held = []
+
+    class Training:
+        def __init__(self, workload, samples, setting) -> None:
+            self.measured, activations = Measured((1.0,)), torch.zeros(8)
+            held.append(weakref.ref(activations))
+            self.model, self.itself = activations, self  # models have such circles, and go when Python looks for them
+            if setting.batch_size == 16:
+                try:
+                    raise RuntimeError("CUDA error: out of memory")
+                except RuntimeError as error:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB") from error
+
+        def round(self) -> None:
+            assert held[0]() is not None and held[1]() is None
+
+    monkeypatch.setattr(measuring, "Training", Training)
+    pipe = Deaf()
+    trials_module._answer(pipe, workload, None, 1, [PLAIN, changed(batch_size=16), PLAIN], 1, None, 60)
+    (failed,) = (message for message in pipe if message[0] == "failed")
+    assert failed[1] == 1 and "the GPU's memory is used up" in failed[2][0] and failed[2][1]
+    assert [message[1] for message in pipe if message[0] == "measured"] == [0, 2, 0, 2] and pipe[-1][0] == "end"
+    assert all(each() is None for each in held)
+
+
+def test_memory_of_a_gpu_is_limited_by_its_share(monkeypatch):
+    """2 GB beside the 1 GB that is taken, of 12."""
+    shares, properties = [], SimpleNamespace(total_memory=12e9)
+    for name, value in (
+        ("empty_cache", lambda: None), ("current_device", lambda: 3), ("get_device_properties", lambda index: properties),
+        ("memory_reserved", lambda index: 1e9),
+        ("set_per_process_memory_fraction", lambda share, index: shares.append((share, index))),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    with measuring.limited("cuda", 2.0), measuring.limited("cuda:1", 20.0):
+        assert shares == [(0.25, 3), (1.0, 1)]
+    assert shares[2:] == [(1.0, 1), (1.0, 3)]
 
 
 def test_memory_of_a_container(tmp_path):
