@@ -361,11 +361,13 @@ def test_amp_time_times_forward_and_step_in_both_precisions():
     assert all(row["depthwise ones, ms"] == 0 for row in profiles)
 
 
-def test_amp_time_tells_depthwise_convolutions_apart():
-    _, _, profiles = amp_time.measure("tf_efficientnet_lite0", amp_time.Case(2, (32, 32)), 1)
-    assert all(row["depthwise ones, ms"] > 0 for row in profiles)
-    image, stem = [2, 1, 32, 32], [64, 1, 7, 7]
-    assert not amp_time.is_depthwise([image, stem]) and amp_time.is_depthwise([[2, 64, 9, 9], stem])
+@pytest.mark.parametrize(("groups", "depthwise"), [(8, True), (1, False)])
+def test_amp_time_tells_depthwise_convolutions_apart(groups, depthwise):
+    layer = torch.nn.Conv2d(8, 8, 3, groups=groups)
+    parts = amp_time.parts_of(lambda precision: layer(torch.ones(2, 8, 9, 9)).sum().backward(), "fp32", 1)
+    assert (parts["depthwise ones, ms"] > 0) == depthwise and (parts["convolutions, ms"] > 0) != depthwise
+    assert parts["the rest, ms"] > 0 and parts["matrix products, ms"] == 0
+    assert not amp_time.is_depthwise([[2, 1, 9, 9], [8, 1, 3, 3]])  # a stem that takes one channel
 
 
 def test_amp_time_has_a_target_where_the_processor_has_units():
