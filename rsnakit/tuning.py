@@ -1,12 +1,43 @@
 """What settings train fastest here, by trying them: precision, layout, compiling, checkpointing, batch, loader."""
 
-from dataclasses import dataclass
+import contextlib
+import dataclasses
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
+from rsnakit import data, deciding, distributed, env, feeding, stretches
+from rsnakit.deciding import Limit, beats, compared, layout_name
+from rsnakit.env import RunConfig
+from rsnakit.feeding import NO_TIME
 from rsnakit.fields import check_all
+from rsnakit.files import write_atomic
+from rsnakit.models import ModelConfig
 from rsnakit.params import setting
+from rsnakit.recipe import LoopConfig, TrainConfig
+from rsnakit.samplers import BalancedSampler
+from rsnakit.store import FORMATS, Store
+from rsnakit.trainer import unit_of
+from rsnakit.trials import Batches, Measured, Setting, Trials, Workload
+
+COLUMNS = ("part", "name", "batch", "images_s", "low", "high", "peak_mb", "compile_s", "chosen", "skipped")
+# Parts in their order, and what each gets of the time that is left, against those that are still to come.
+SHARES = {"precision": 3, "compile": 3, "checkpointing": 1, "batch": 2, "loader": 2, "together": 5}
+PRECISIONS, MODES = ("fp32", "bf16", "fp16"), ("off", "default", "max-autotune")
+OF_RESULT = ("batch_size", "accumulate", "store_format")  # written only where they changed
+ROUNDS = 5
+LEAST_S = 1.0  # with less time left nothing is begun
+LOADER_S = (0.3, 1.5)  # that a loader is measured for: at least, at most
+LONG = 2000  # images that a sample is repeated to, so that epochs are no shorter than a real one's
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SpeedConfig:
     """How long settings are tried for."""
 
@@ -18,8 +49,488 @@ class SpeedConfig:
 
 
 class Tuner:
-    """A stub."""
+    """Tries settings for a training on the device at hand, part by part, and keeps what is faster.
+
+    Parts may be called in any order, or left out; the order of `tune` is the best, as each goes on with what was chosen. Each
+    gets a share of what is left of `tune_minutes`, gives up what takes longer, and says so. What was asked stays unless
+    something else is faster beyond the spread of the rounds, which take turns. Except for batch_size and accumulate nothing
+    here changes what a training comes to.
+
+    A context manager, since trials run in a process of their own: `with Tuner(...) as tuner: tuner.precisions()`. `close`
+    ends it as well, and the last part, `together`, does so by itself.
+
+    Args:
+        images: of the training side, with pixels, both classes among them.
+        store: that holds them.
+        model_config, train_config, run_config, loop_config: as a training would get them: what is asked.
+        speed_config: for how long.
+        trials: what makes the trials of a workload.
+
+    Attributes:
+        table: all that was tried, a row each; first in each part what was asked. Columns: part, name, batch, images_s (the
+            median round; breasts where the model sees these), low and high (the slowest and fastest round), peak_mb (the
+            most memory of a step), compile_s, chosen, skipped (why there is no rate).
+        settings: what is chosen so far, by the notebooks' names for it; `reasons`: a sentence for each.
+        limit: what training waits for, a `deciding.Limit`; None before `loading`.
+        loader_rates: as `feeding.rates` gives it, None before `loading`.
+        rate: images (breasts) a second, end to end where `together` has measured it; NaN before anything was measured.
+        asked: the settings as they were asked, such as precision and num_workers resolved.
+        device: as it was asked for or found; `unit`: images or breasts; `left`: seconds that are left.
+
+    Raises:
+        RuntimeError: the device that was asked for does not work.
+        ValueError: settings that training would refuse, or a table of one class.
+    """
+
+    def __init__(
+        self, images: pd.DataFrame, store: Store | Path | str, model_config: ModelConfig, train_config: TrainConfig,
+        run_config: RunConfig, loop_config: LoopConfig, speed_config: SpeedConfig,
+        trials: Callable[[Workload], Trials] = Trials,
+    ) -> None:  # fmt: skip
+        self.images, self.store = images, store if isinstance(store, Store) else Store(store)
+        self.model_config, self.loop_config, self.speed_config = model_config, loop_config, speed_config
+        self.device = env.choose_device(run_config.device).value
+        self.world = distributed.processes(loop_config.n_procs, self.device) if loop_config.n_procs >= 0 else 1
+        accumulate = distributed.batches_a_step(train_config.accumulate, self.world)
+        self.train_config = dataclasses.replace(train_config, accumulate=accumulate)
+        self.max_hours, self.left = run_config.max_hours, 60 * speed_config.tune_minutes
+        self.unit = f"{unit_of(model_config)}s"
+        items = images if self.unit == "images" else data.per_breast(images)
+        self.items, self.positives = len(items), int(items["cancer"].sum())
+        self.epoch_items = self._epoch_items(self.items, self.positives)  # refuses one class, too
+
+        self.reasons, self.limit, self.loader_rates = {}, None, None
+        self._rows, self._candidates, self._model_rate, self._end_to_end = {}, [], math.nan, math.nan
+        workers = run_config.num_workers
+        if workers < 0:  # as the trainer chooses
+            workers = 0 if self.device == "cpu" else min(8, env.cores() // self.world)
+        self._wanted, self._refused = run_config.precision, ""
+        if self._wanted != "auto":
+            self._refused = self._problem(self._wanted)
+        precision = env.choose_precision(self.device, "auto" if self._refused else self._wanted).value
+        self.asked = {
+            "precision": precision, "channels_last": loop_config.channels_last, "compile": loop_config.compile,
+            "grad_checkpointing": model_config.grad_checkpointing, "num_workers": workers,
+            "store_format": self.store.manifest["format"], "batch_size": train_config.batch_size, "accumulate": accumulate,
+        }  # fmt: skip
+        self._now = dict(self.asked)
+        self._batch = train_config.batch_size  # that trials are made with
+        _, train, _ = self._configs(self.asked)
+        self._trials = trials(Workload(images, self.store.path, model_config, train, loop_config, self.device))
+
+    def __enter__(self) -> "Tuner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process of the trials, and frees the memory it holds; another part would start one anew."""
+        self._trials.close()
+
+    @property
+    def table(self) -> pd.DataFrame:
+        rows = [row for part in SHARES for row in self._rows.get(part, ())]
+        return pd.DataFrame(rows, columns=list(COLUMNS))
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return {name: value for name, value in self._now.items() if name in self.reasons}
+
+    @property
+    def rate(self) -> float:
+        if not math.isnan(self._end_to_end):
+            return self._end_to_end
+        if self.limit is None:
+            return self._model_rate
+        return deciding.side_by_side(self._model_rate, self.limit.loader, self._now["num_workers"])
+
+    # ---- the parts
+
+    def precisions(self) -> pd.DataFrame:
+        """Tries fp32, bf16 and fp16, each with channels last and without; where not one of them has room for the batch that is
+        asked, with checkpointing, and then with smaller batches."""
+        asked = self._now["precision"], self._now["channels_last"]
+        pairs = sorted(((p, layout) for p in PRECISIONS for layout in (True, False)), key=lambda pair: pair != asked)
+        cannot = {name: problem for name in PRECISIONS if (problem := self._problem(name))}
+        able = [pair for pair in pairs if pair[0] not in cannot]
+        with self._part("precision") as left:
+            found = dict(zip(able, self._first_that_fit(able, left), strict=True))
+        best = deciding.winner({pair: measured.images_s for pair, measured in found.items()}, asked)
+        rows = []
+        for pair in pairs:
+            measured = found.get(pair) or Measured(error=cannot[pair[0]])
+            rows.append(_row("precision", layout_name(*pair), self._batch, measured, pair == best))
+        self._now |= {"precision": best[0], "channels_last": best[1]}
+        self._model_rate = found[best].median
+        reasons = deciding.precision_reasons(best, found, cannot, self.unit)
+        if self._refused and best[0] != self._wanted:
+            reasons["precision"] = f"{self._wanted} was asked for, but {self._refused}; {reasons['precision']}"
+        return self._keep("precision", rows, reasons)
+
+    def compiling(self) -> pd.DataFrame:
+        """Tries `torch.compile`, which is taken only where it is won back within the training that is asked for."""
+        asked = self.asked["compile"]
+        total = self.epoch_items * self.train_config.epochs / self.world
+        found = {"off": Measured(error=NO_TIME)}
+        names, reasons, seconds = dict.fromkeys(MODES, ""), {}, {"off": math.inf}
+        with self._part("compile") as left:
+            for place, mode in enumerate(MODES[1:]):
+                pair = [self._setting(compile="off"), self._setting(compile=mode)]
+                off, found[mode] = self._in_turn(pair, left() / (len(MODES) - 1 - place))
+                if off.error or found[mode].error:
+                    reasons[mode] = f"{mode}: {found[mode].error or off.error}"
+                    found["off"] = found["off"] if found["off"].images_s else off
+                    continue
+                found["off"], new = off, found[mode]
+                cost = self._sessions(total / new.median) * max(0.0, new.compile_s)
+                pays = deciding.pays_after(cost, new.median, off.median)
+                names[mode] = " (never pays)" if math.isinf(pays) else f" (pays after {pays / self._batch:,.0f} steps)"
+                reasons[mode] = deciding.compile_reason(
+                    mode, new, off, pays, total / self._batch, self._batch, self.unit
+                )
+                if pays < total and (mode == asked or beats(new.images_s, off.images_s)):
+                    seconds[mode] = deciding.TIMES_COMPILED * cost + total / new.median
+        best = min(seconds, key=seconds.get)
+        modes = sorted(MODES, key=lambda mode: mode != asked)
+        rows = [_row("compile", mode + names[mode], self._batch, found[mode], mode == best) for mode in modes]
+        self._now["compile"] = best
+        self._model_rate = found[best].median if found[best].images_s else self._model_rate
+        order = (best,) if best != "off" else MODES[1:]
+        return self._keep("compile", rows, {"compile": "; ".join(reasons[mode] for mode in order)})
+
+    def checkpointing(self) -> pd.DataFrame:
+        """Tries checkpointing, which is taken only where the batch that is asked does not fit without."""
+        batch, asked = self.asked["batch_size"], self.asked["grad_checkpointing"]
+        ways = [self._setting(grad_checkpointing=on, compile="off", batch_size=batch) for on in (asked, not asked)]
+        with self._part("checkpointing") as left:
+            found = dict(zip((asked, not asked), self._in_turn(ways, left()), strict=True))
+        best, reason = deciding.checkpointing_choice(batch, asked, found[False], found[True])
+        names = {True: "checkpointed", False: "without checkpointing"}
+        rows = [_row("checkpointing", names[on], batch, found[on], on == best) for on in found]
+        self._now["grad_checkpointing"] = best
+        self._batch = batch if found[best].images_s else self._batch
+        return self._keep("checkpointing", rows, {"grad_checkpointing": reason})
+
+    def batches(self) -> pd.DataFrame:
+        """Looks for the largest batch that fits, in the chosen precision and, to compare, in half precision or fp32. The batch
+        that is asked stays where it fits, unless `tune_batch` says that the fastest is to be taken."""
+        own, asked = self._now["precision"], self.asked["batch_size"]
+        half = next((name for name in PRECISIONS[1:] if not self._problem(name)), None)
+        names = [own, *filter(None, [half if own == "fp32" else "fp32"])]
+        found, fastest = {}, None
+        with self._part("batch") as left:
+            for place, name in enumerate(names):
+                start = self._setting(precision=name, compile="off", batch_size=asked)
+                limit_s = left() / (len(names) - place) * (0.8 if self.speed_config.tune_batch else 1)
+                found[name] = self._trials.largest_batch(start, limit_s=limit_s) if limit_s >= LEAST_S else Batches()
+            if found[own].ended == "memory" and found[own].largest < 2 and not self._now["grad_checkpointing"]:
+                self._now["grad_checkpointing"] = True  # without it there is no training
+                self.reasons["grad_checkpointing"] = "without it not even a batch of 2 fits"
+                start = self._setting(precision=own, compile="off", batch_size=asked)
+                found[own] = self._trials.largest_batch(start, limit_s=max(LEAST_S, left()))
+            if self.speed_config.tune_batch:
+                fastest = self._fastest_batch(found[own], left())
+        reason = self._choose_batch(found[own], fastest)
+        largest = ", ".join(deciding.largest_in_words(name, found[name]) for name in names)
+        rows = []
+        for name, sizes in found.items():
+            for size in sizes.tried or [{"batch": asked, "fits": False, "why": NO_TIME}]:
+                measured = Measured(
+                    (size["images_s"],) if size["fits"] else (),
+                    peak_mb=size.get("peak_mb", math.nan),
+                    error=size["why"],
+                )
+                chosen = (name, size["batch"]) == (own, self._now["batch_size"])
+                rows.append(_row("batch", f"{name}, batch {size['batch']}", size["batch"], measured, chosen))
+        reasons = {"batch_size": f"{reason}; largest that fits: {largest}"}
+        if self._now["accumulate"] != self.asked["accumulate"]:
+            reasons["accumulate"] = self._step_in_words()
+        return self._keep("batch", rows, reasons)
+
+    def loading(self) -> pd.DataFrame:
+        """Measures the loader by store format and number of workers, without a model, and says whether it or the model is the
+        limit. Another loader that promises something is tried by `together`, which decides."""
+        asked = self.asked["store_format"], self.asked["num_workers"]
+        formats = sorted(FORMATS, key=lambda name: name != asked[0])
+        workers = sorted({*feeding.worker_counts(max(1, env.cores() // self.world)), asked[1]})
+        with self._part("loader") as left:
+            if math.isnan(self._model_rate):
+                self._model_rate = self._in_turn([self._setting()], left() / 2)[0].median
+            self.close()  # its memory and cores are the loader's now
+            seconds = np.clip(0.6 * left() / (len(formats) * len(workers)), *LOADER_S)
+            model_config, train, _ = self._configs(self._now)
+            self.loader_rates = found = feeding.rates(
+                self.images, self.store, train, formats, workers, seconds, model_config=model_config,
+                device=self.device, limit_s=left(),
+            )  # fmt: skip
+        rate_of = dict(zip(zip(found["store_format"], found["workers"], strict=True), found["images_s"], strict=True))
+        self._candidates = deciding.loaders_worth_a_try(rate_of, asked, self._model_rate)
+        by = "loader" if rate_of[asked] < self._model_rate else "model"
+        self.limit = Limit(by, rate_of[asked], self._model_rate, *asked)
+        rows = []
+        for row in sorted(found.itertuples(), key=lambda row: (row.store_format, row.workers) != asked):
+            rates = () if row.skipped else (row.low, row.images_s, row.high)
+            name, measured = feeding.loader_name(row.store_format, row.workers), Measured(rates, error=row.skipped)
+            chosen = (row.store_format, row.workers) == asked
+            rows.append(_row("loader", name, self._now["batch_size"], measured, chosen))
+        kept = f"as asked: {self.limit}"
+        return self._keep("loader", rows, {"num_workers": kept, "store_format": kept})
+
+    def together(self) -> pd.DataFrame:
+        """Trains in earnest, loader and all: with what was asked and with what was chosen, in turn; and with a loader that
+        promised something. What was asked comes back where the rest is no faster."""
+        self.close()
+        tried = {"as asked": self.asked}
+        if self._now != self.asked:
+            tried["as chosen"] = dict(self._now)
+        for image_format, workers in self._candidates:
+            if image_format == self.asked["store_format"]:
+                tried[f"as chosen, {deciding.counted(workers, 'worker')}"] = {**self._now, "num_workers": workers}
+        with self._part("together") as left:
+            formats = [name for name, _ in self._candidates if name != self.asked["store_format"]]
+            until = left() * (0.4 if formats else 0.0)
+            found, best = self._best_of(list(tried.values()), lambda: left() - until)
+            names = list(tried)
+            if best is not None:
+                self._judge(names, list(tried.values()), found, best)
+            rows = [
+                _row("together", name, values["batch_size"], measured, place == best)
+                for place, (name, values, measured) in enumerate(zip(names, tried.values(), found, strict=True))
+            ]
+            for image_format in formats:
+                rows += self._other_store(image_format, left)
+        for row in self._rows.get("loader", ()):
+            row["chosen"] = row["name"] == feeding.loader_name(self._now["store_format"], self._now["num_workers"])
+        return self._keep("together", rows, {})
+
+    # ---- what is told of them
+
+    def hours(self, n_images: int, epochs: int = 1, n_positives: int | None = None) -> float:
+        """Hours that training takes at the speed that was measured, on one device, scoring after epochs not counted.
+
+        Args:
+            n_images: of the training side, such as three quarters of the competition's 54,706.
+            epochs: each has all negatives once, and positives as often as `negatives_per_positive` says.
+            n_positives: images with a cancer among them; None: the share of the images at hand.
+        """
+        items = round(n_images * self.items / len(self.images))
+        share = self.positives / self.items if n_positives is None else n_positives / n_images
+        batch, accumulate = self._now["batch_size"], self._now["accumulate"]
+        seen = self._epoch_items(items, max(1, round(share * items)), batch, accumulate)
+        return epochs * seen / self.rate / 3600
+
+    def write(self, path: Path | str) -> Path:
+        """Writes what was decided as a YAML that papermill's `-f` takes, with reasons; whole or not at all. The batch and the
+        store's format are in it only where they changed."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        changed = {
+            name: value for name, value in self.settings.items()
+            if name not in OF_RESULT or value != self.asked[name]
+        }  # fmt: skip
+        height, width = self.store.shape
+        heading = deciding.heading(
+            self.device, f"{self.model_config.backbone}, {height}x{width}, batches of {self.asked['batch_size']} {self.unit}, "
+            f"augment {self.train_config.augment}, views {self.model_config.views}", self.world, path,
+        )  # fmt: skip
+        write_atomic(path, deciding.as_yaml(heading, changed, self.reasons))
+        return path
+
+    # ---- helpers
+
+    @contextlib.contextmanager
+    def _part(self, name: str) -> Iterator[Callable[[], float]]:
+        """Gives a function that says how many seconds the part has left, and takes what it took off `left`."""
+        begun = time.monotonic()
+        ahead = sum(share for part, share in SHARES.items() if part not in self._rows or part == name)
+        end = begun + self.left * SHARES[name] / ahead
+        try:
+            yield lambda: max(0.0, end - time.monotonic())
+        finally:
+            self.left = max(0.0, self.left - (time.monotonic() - begun))
+
+    def _keep(self, part: str, rows: list[dict], reasons: dict[str, str]) -> pd.DataFrame:
+        self._rows[part] = rows
+        self.reasons |= reasons
+        return pd.DataFrame(rows, columns=list(COLUMNS))
+
+    def _setting(self, **changes: object) -> Setting:
+        """What is chosen so far, with changes, as trials take it."""
+        names = ("precision", "channels_last", "compile", "grad_checkpointing")
+        return Setting(**{**{name: self._now[name] for name in names}, "batch_size": self._batch, **changes})
+
+    def _in_turn(self, settings: Sequence[Setting], limit_s: float) -> list[Measured]:
+        if limit_s < LEAST_S:
+            return [Measured(error=NO_TIME)] * len(settings)
+        return self._trials.in_turn(settings, ROUNDS, limit_s)
+
+    def _first_that_fit(self, pairs: Sequence[tuple[str, bool]], left: Callable[[], float]) -> list[Measured]:
+        """Each precision and layout, in the first way in which any of them has room."""
+        asked, batch = self.asked["grad_checkpointing"], self.asked["batch_size"]
+        smaller = [(True, batch >> k) for k in range(1, batch.bit_length())]
+        for on, size in [(asked, batch), *([] if asked else [(True, batch)]), *smaller]:
+            settings = [Setting(*pair, "off", on, size) for pair in pairs]
+            found = self._in_turn(settings, left())
+            if any(each.images_s for each in found) or not any(map(deciding.lacks_room, found)):
+                self._now["grad_checkpointing"], self._batch = on, size
+                break
+        return found
+
+    def _fastest_batch(self, found: Batches, limit_s: float) -> tuple[int, str] | None:
+        """The fastest batch that was found, where it beats the one that is asked in turn with it; and why."""
+        asked, fits = self.asked["batch_size"], [size for size in found.tried if size["fits"] and size["batch"] > 1]
+        best = max(fits, key=lambda size: size["images_s"], default={"batch": asked})["batch"]
+        if best == asked:
+            return None
+        old, new = self._in_turn([self._setting(compile="off", batch_size=size) for size in (asked, best)], limit_s)
+        if not beats(new.images_s, old.images_s):
+            return None
+        return best, compared(f"a batch of {best}", new.images_s, f"one of {asked}", old.images_s, self.unit)
+
+    def _choose_batch(self, found: Batches, fastest: tuple[int, str] | None) -> str:
+        """Sets batch_size and accumulate, and says why."""
+        asked, accumulate = self.asked["batch_size"], self.asked["accumulate"]
+        if fastest:
+            self._now["batch_size"] = best = fastest[0]
+            if accumulate > self.world:  # fewer batches to a step, so that it sees what it saw
+                steps = max(1, round(asked * accumulate / (best * self.world)))
+                self._now["accumulate"] = steps * self.world
+            return f"{fastest[1]}; it decides the result, and lr goes with it: {self._step_in_words()}"
+        fits = found.largest >= asked or not found.tried or found.ended in ("time", "error")
+        if fits:
+            return "as asked, which fits" if found.largest >= asked else f"as asked: {_why(found)}"
+        least = max(2, self.train_config.min_positives + 1 if self.train_config.negatives_per_positive else 2)
+        if found.largest < least:
+            return f"as asked, though it does not fit: not even {least} do ({_why(found)})"
+        batch, steps = deciding.same_step(asked, accumulate, found.largest, self.world, least)
+        self._now |= {"batch_size": batch, "accumulate": steps}
+        before, after = self.epoch_items, self._epoch_items(self.items, self.positives, batch, steps)
+        text = f"{asked} do not fit ({_why(found)}); {self._step_in_words()}"
+        if abs(after - before) > 0.01 * before:
+            text += (
+                f"; as min_positives counts for each batch, an epoch has {after:,} {self.unit} instead of {before:,}"
+            )
+        return text
+
+    def _step_in_words(self) -> str:
+        step, before = (of["batch_size"] * of["accumulate"] for of in (self._now, self.asked))
+        same = f"an optimiser step sees {step} {self.unit}"
+        return f"{same}, as before" if step == before else f"{same} instead of {before}"
+
+    def _configs(self, values: dict) -> tuple[ModelConfig, TrainConfig, LoopConfig]:
+        """The configs of a training with these settings."""
+        share = max(1, values["accumulate"] // self.world)  # of one device, which is what is measured
+        return (
+            dataclasses.replace(self.model_config, grad_checkpointing=values["grad_checkpointing"]),
+            dataclasses.replace(self.train_config, batch_size=values["batch_size"], accumulate=share),
+            dataclasses.replace(self.loop_config, channels_last=values["channels_last"], compile=values["compile"]),
+        )
+
+    def _best_of(
+        self,
+        tried: Sequence[dict],
+        left: Callable[[], float],
+        images: pd.DataFrame | None = None,
+        stores: Sequence = (),
+    ) -> tuple[list[Measured], int | None]:
+        """Trainings with these settings against each other, on the store or on one each of `stores`."""
+        images, jobs = self.images if images is None else images, []
+        for place, values in enumerate(tried):
+            store = stores[place] if stores else self.store.path
+            workload = Workload(images, store, *self._configs(values), self.device)
+            jobs.append((workload, values["precision"], values["num_workers"]))
+        return stretches.best_of(jobs, left)
+
+    def _judge(self, names: Sequence[str], tried: Sequence[dict], found: Sequence[Measured], best: int) -> None:
+        """Takes what was best end to end; what was not measured, but chosen before, is not judged."""
+        now = dict(self._now)
+        chosen = names.index("as chosen") if "as chosen" in names else 0
+        if best == 0 and chosen and found[chosen].error == NO_TIME:
+            return
+        self._now, self._end_to_end = dict(tried[best]), found[best].median
+        for name, value in now.items():
+            if self._now[name] != value and name in self.reasons:
+                old = found[chosen]
+                why = old.error or compared(
+                    "what was chosen", old.images_s, "what was asked", found[0].images_s, self.unit
+                )
+                if name == "num_workers":
+                    why = compared(names[best], found[best].images_s, names[chosen], old.images_s, self.unit)
+                    self.reasons[name] = f"end to end {why}; {self.limit}"
+                else:
+                    self.reasons[name] = f"as asked: end to end {why}; by itself: {self.reasons[name]}"
+
+    def _other_store(self, image_format: str, left: Callable[[], float]) -> list[dict]:
+        """Rows of training from a sample of the store in two formats; the other one is taken where it is faster."""
+        names = [f"from a sample as {name}" for name in (self.asked["store_format"], image_format)]
+        workers = next(count for name, count in self._candidates if name == image_format)
+        values = [self._now, {**self._now, "num_workers": workers, "store_format": image_format}]
+        found, best = [Measured(error=NO_TIME)] * 2, None
+        if left() >= LEAST_S:
+            unit = unit_of(self.model_config)
+            sample = feeding.sampled(self.images, self.store, unit)
+            with tempfile.TemporaryDirectory(prefix="rsnakit-") as folder:
+                stores = []
+                for each in (self.asked["store_format"], image_format):
+                    stores.append(Path(folder) / each)
+                    feeding.written(sample, self.store, each, stores[-1])
+                repeated = feeding.repeated(sample, -(-LONG // len(sample)))
+                found, best = self._best_of(values, left, repeated, stores)
+        if best == 1:
+            self._now, self._end_to_end = dict(values[1]), found[1].median
+            why = compared(image_format, found[1].images_s, self.asked["store_format"], found[0].images_s, self.unit)
+            size = feeding.size_ratio(image_format, self.asked["store_format"], self.store.shape)
+            self.reasons["store_format"] = (
+                f"end to end {why}, from a sample; 02_preprocess has to make that store, {deciding.times(size)} times as big"
+            )
+            self.reasons["num_workers"] = self.reasons["store_format"]
+        return [
+            _row("together", name, self._now["batch_size"], measured, place == 1 and best == 1)
+            for place, (name, measured) in enumerate(zip(names, found, strict=True))
+        ]
+
+    def _epoch_items(self, items: int, positives: int, batch: int = 0, accumulate: int = 0) -> int:
+        """Images (breasts) that an epoch shows."""
+        train, labels = self.train_config, np.zeros(items, np.int8)
+        labels[:positives] = 1
+        return len(BalancedSampler(
+            labels, train.negatives_per_positive, batch or train.batch_size, train.min_positives, train.seed,
+            accumulate or train.accumulate, train.negatives_per_epoch,
+        ))  # fmt: skip
+
+    def _problem(self, precision: str) -> str:
+        """Why the device does not compute in a precision, or nothing."""
+        try:
+            env.choose_precision(self.device, precision)
+        except ValueError as error:
+            return re.sub(r"^precision \w+ was asked for, but |; use [\w, ]+$", "", str(error))
+        return ""
+
+    def _sessions(self, seconds: float) -> int:
+        """How often a training of so many seconds begins, and compiles: `max_hours` ends it, and it goes on."""
+        return max(1, math.ceil(seconds / 3600 / self.max_hours)) if self.max_hours else 1
 
 
-def tune():
-    raise NotImplementedError
+def tune(
+    images: pd.DataFrame, store: Store | Path | str, model_config: ModelConfig, train_config: TrainConfig,
+    run_config: RunConfig, loop_config: LoopConfig, speed_config: SpeedConfig,
+) -> Tuner:  # fmt: skip
+    """All parts of a `Tuner`, which see, one after another; within `tune_minutes` and what processes take to start."""
+    with Tuner(images, store, model_config, train_config, run_config, loop_config, speed_config) as tuner:
+        for part in ("precisions", "compiling", "checkpointing", "batches", "loading", "together"):
+            getattr(tuner, part)()
+    return tuner
+
+
+def _row(part: str, name: str, batch: int, measured: Measured, chosen: bool) -> dict:
+    return dict(zip(COLUMNS, (
+        part, name, batch, measured.median, measured.low, measured.high, measured.peak_mb, measured.compile_s,
+        bool(chosen), measured.error,
+    ), strict=True))  # fmt: skip
+
+
+def _why(found: Batches) -> str:
+    """What stopped the search for the largest batch."""
+    reasons = [size["why"] for size in found.tried if size["why"]]
+    return reasons[-1] if reasons else "no time was left to find the largest"
