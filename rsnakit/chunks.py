@@ -69,6 +69,20 @@ def compiled(chunk: Callable, backend: str | Callable) -> Callable:
     return torch.compile(chunk, fullgraph=True, dynamic=False, backend=backend)
 
 
+def start_compiler(device: torch.device, backend: str | Callable) -> float:
+    """Seconds until the compiler is ready, which the first compilation of a process takes: a line is compiled.
+
+    Raises:
+        CompileError: there is none that works.
+    """
+    begun = time.perf_counter()
+    x = torch.ones(8, device=device, requires_grad=torch.is_grad_enabled())
+    (found,), _ = advance(compiled(lambda x: (x * 2 + 1,), backend), [x], None, checkpoint=False)
+    if found.requires_grad:
+        torch.autograd.grad(found.sum(), x)
+    return time.perf_counter() - begun
+
+
 def advance(
     chunk: Callable, leaves: list[torch.Tensor], program: Program | None, checkpoint: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -90,8 +90,8 @@ class Steps:
     Attributes:
         n: steps a chunk, and a call.
         eager: whether nothing is compiled, since "auto" found that it does not pay; n is 1 then.
-        report: a row for each size tried by "auto", and one with n = 0 for the plain loop: `compile_s` (a chunk and the single
-            step; start of the compiler included), `ms_step`, `run_s` (a call of run), `total_s` (compile_s and all calls),
+        report: a row for each size tried by "auto", and one with n = 0 for the plain loop: `compile_s` (a chunk's and the
+            single step's, and the compiler's start), `ms_step`, `run_s` (a call of run), `total_s` (compile_s and all calls),
             `pays_after` (calls; inf where never), `chosen`, `left_out` (why it was not tried), `cached` (something compiled
             came from the disk, where torch keeps it from earlier runs: a first run takes longer). Else None.
     """
@@ -242,15 +242,23 @@ class Steps:
     def _try(
         self, leaves: list[torch.Tensor], program: Program, total: int, budget_s: float, sizes: list[int]
     ) -> tuple[dict[int, Callable], dict[int, dict[str, Any]]]:
-        """What could be compiled, by size; and of each size `compile_s` and `cached`, or why it was `left_out`."""
+        """What could be compiled, by size; and of each size `compile_s` and `cached`, or why it was `left_out`.
+
+        Of size 0 `compile_s` is the compiler's start, which the first compilation would have to take upon itself.
+        """
         ways: dict[int, Callable] = {}
         trials: dict[int, dict[str, Any]] = {}
         spent = expected = 0.0
+        failed = ""
+        if budget_s and self._backend == "inductor":
+            try:
+                spent = chunks.start_compiler(leaves[0].device, self._backend)
+            except CompileError as error:
+                failed = str(error)
+        trials[0] = {"compile_s": spent}
         for size in sorted({1, *sizes}):  # a single step is for what remains
             if ways:
-                last = max(ways)
-                expected = trials[last]["compile_s"] * size / last
-            failed = next((each["left_out"] for each in trials.values() if each.get("failed")), None)
+                expected = trials[max(ways)]["compile_s"] * size / max(ways)
             if size > total:
                 trials[size] = {"left_out": f"longer than the {total} steps of a call"}
             elif failed:
@@ -266,7 +274,8 @@ class Steps:
                 except CompileError as error:
                     if error.by_step:
                         raise
-                    trials[size] = {"left_out": str(error), "failed": True}
+                    failed = str(error)
+                    trials[size] = {"left_out": failed}
                 spent += time.perf_counter() - begun
         return ways, trials
 
@@ -296,7 +305,7 @@ def _report(trials: dict[int, dict], run_s: dict[int, float], total: int, calls:
         trial = trials.get(n, {})
         row = {"n": n, "chosen": False, "left_out": trial.get("left_out", ""), "cached": trial.get("cached", False)}
         if n in run_s:
-            compile_s = sum(trials[size]["compile_s"] for size in {1, n} if n)
+            compile_s = sum(trials[size]["compile_s"] for size in {0, 1, n}) if n else 0.0
             gain = run_s[0] - run_s[n]
             row |= {"compile_s": compile_s, "ms_step": 1000 * run_s[n] / total, "run_s": run_s[n]}
             row["total_s"] = compile_s + calls * run_s[n]
