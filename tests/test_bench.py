@@ -201,6 +201,9 @@ def test_dicom_time_compares_a_file_with_its_baseline(made):
     assert against_target["rsnakit, ms"] == pytest.approx(1000 * ours[0])
     assert against_target["its decoder"] in ("gdcm", "pylibjpeg", "pillow")
     assert list(against_all) == ["file", "to", "pydicom"]
+    (row,) = dicom_time.results_of(case, details)
+    assert row.what == "DICOM file to 128x64: made" and row.note == f"its decoder: {against_target['its decoder']}"
+    assert tuple(row[3:6]) == tuple(details["ratios"]["pydicom"])
 
 
 def test_cases_whose_files_are_absent_are_left_out_by_name(made, tmp_path):

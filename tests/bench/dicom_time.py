@@ -107,6 +107,7 @@ def time_case(case: Case, opened: dict[str, turns.Turn], rounds: int) -> tuple[d
     details = {
         "file": case.name,
         "to": where["to"],
+        "decoder": decoders[BASELINE],
         "ratios": ratios,
         "ratios of processor time": by_cpu,
         "failed": failed,
