@@ -1,6 +1,6 @@
 """Runs the benches, each in a process of its own, and writes what came of them to RESULTS.md and into the README.
 
-    pip install -r tests/bench/requirements.txt
+    pip install -r tests/requirements.txt -r tests/bench/requirements.txt
     python tests/bench/all.py [NAME ...] [--rounds N] [--list]
 
 Without names all of them run, one after another: about twenty minutes on two cores. Each replaces its own section of
