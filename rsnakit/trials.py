@@ -396,12 +396,14 @@ def _settle(log: str) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process would leave behind
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(), log), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, log: str) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
+    with contextlib.suppress(OSError):
+        os.unlink(log)
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)  # compilers, too
     os._exit(1)

@@ -366,7 +366,7 @@ def test_nothing_outlives_the_parent(workload, tmp_path, number):
     (tmp_path / "workload").write_bytes(pickle.dumps((workload, PLAIN)))
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, tmp_path / "workload"], cwd=REPOSITORY, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True,
+        stderr=subprocess.DEVNULL, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as parent:  # fmt: skip
         try:
             child = psutil.Process(int(parent.stdout.readline()))
@@ -378,6 +378,6 @@ def test_nothing_outlives_the_parent(workload, tmp_path, number):
             parent.send_signal(number)
             parent.wait(30)
             _, alive = psutil.wait_procs(family, timeout=20)
-            assert not alive
+            assert not alive and not list(tmp_path.glob("rsnakit-*"))
         finally:
             parent.kill()
