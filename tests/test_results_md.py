@@ -238,6 +238,9 @@ def test_the_readme_shows_what_the_results_say():
     text = command.README.read_text(encoding="utf-8")
     assert text == results_md.replace_figures(text, results_md.figures(command.FIGURES, sections))
     assert len(command.FIGURES) == 5
+    for bench, what, against in (row for figure in command.FIGURES for row in figure.rows):
+        found = [(row["what"], row["against"]) for row in results_md.parse(sections.get(bench, ""))]
+        assert bench in command.find(BENCH) and ((what, against) in found or not found), (bench, what, against)
 
 
 def test_the_summary_is_that_of_the_sections():
