@@ -643,3 +643,48 @@ def test_steps_that_are_gone_leave_nothing(graphs):
     gc.collect()
     kept = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (1000,)]
     assert len(kept) == 2
+
+
+# In earnest
+
+
+@pytest.mark.slow
+def test_by_inductor_results_and_gradients_are_those_of_the_plain_loop():
+    """To the bit where a step adds and multiplies; a sum and functions of libraries may end in another digit."""
+    torch._dynamo.reset()
+    w = torch.rand(64, 64, requires_grad=True)
+
+    def adds(state):
+        a, b = state
+        return a + 0.1 * b * w, b - 0.1 * a
+
+    def mixes(state):
+        a, b = state
+        return torch.tanh(a) + b.mean() * w, torch.exp(-b) * a.softmax(1)
+
+    for step, same in ((adds, True), (mixes, False)):
+        state = tuple(x.float() for x in start((64, 64)))
+        steps = compile_steps(step, 5, checkpoint=True, record=lambda state: state[0].sum())
+        steps.warm_up(state)
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found, records = steps.run(state, 23)
+        expected = loop(step, state, 23)
+        (ours,), (theirs,) = (torch.autograd.grad(x[0].square().sum() + x[1].sum(), w) for x in (found, expected))
+        if same:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        for a, b in zip((*found, ours), (*expected, theirs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+        torch.testing.assert_close(records[-1], expected[0].sum(), rtol=1e-4, atol=1e-3)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.slow
+def test_what_comes_from_the_disk_is_told(tmp_path, monkeypatch):
+    """Compile times are short then, and a first run's are not."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    reports = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        reports.append(compile_steps(spring, "auto", state=start((50, 50)), total=20, chunks=(1, 3), calls=3).report)
+    cold, warm = (report.set_index("n")["cached"] for report in reports)
+    assert not cold.any() and warm[[1, 3]].all() and not warm[0]
