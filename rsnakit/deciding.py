@@ -46,7 +46,7 @@ class Limit(NamedTuple):
         if self.workers:
             return text
         share = 100 * self.model / (self.model + self.loader)
-        return f"{text}; without workers they take turns, and loading takes {share:.0f} % of the time"
+        return f"{text}; without workers they take turns, and loading takes {plain(share)} % of the time"
 
 
 def beats(challenger: Sequence[float], incumbent: Sequence[float], in_turn: bool = True) -> bool:

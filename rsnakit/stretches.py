@@ -26,7 +26,7 @@ WARM = 3  # optimiser steps before any is timed
 END_S = 10  # a process that was told to end has ended by then
 ROUNDS = 5
 LEAST_S = 1.0  # of a round; with less time left than that nothing is begun
-MOST_S = 10.0  # of a round
+MOST_S = 5.0  # of a round
 
 
 class StretchError(RuntimeError):

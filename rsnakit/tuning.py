@@ -1,38 +1,30 @@
 """What settings train fastest here, by trying them: precision, layout, compiling, checkpointing, batch, loader."""
 
-import contextlib
 import dataclasses
 import math
-import re
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from rsnakit import data, deciding, distributed, env, feeding, stretches
+from rsnakit import deciding, env, feeding, stretches
 from rsnakit.deciding import Limit, beats, compared, layout_name
 from rsnakit.env import RunConfig
 from rsnakit.feeding import NO_TIME
 from rsnakit.fields import check_all
-from rsnakit.files import write_atomic
 from rsnakit.models import ModelConfig
 from rsnakit.params import setting
 from rsnakit.recipe import LoopConfig, TrainConfig
-from rsnakit.samplers import BalancedSampler
 from rsnakit.store import FORMATS, Store
 from rsnakit.trainer import unit_of
 from rsnakit.trials import Batches, Measured, Setting, Trials, Workload
+from rsnakit.tried import LEAST_S, Tried, row_of
 
-COLUMNS = ("part", "name", "batch", "images_s", "low", "high", "peak_mb", "compile_s", "chosen", "skipped")
-# Parts in their order, and what each gets of the time that is left, against those that are still to come.
-SHARES = {"precision": 3, "compile": 3, "checkpointing": 1, "batch": 2, "loader": 2, "together": 5}
 PRECISIONS, MODES = ("fp32", "bf16", "fp16"), ("off", "default", "max-autotune")
-OF_RESULT = ("batch_size", "accumulate", "store_format")  # written only where they changed
-ROUNDS = 5
-LEAST_S = 1.0  # with less time left nothing is begun
+CUT = ("was not done", NO_TIME, "not tried", "no time was left")  # how it is said that time was too short
+OF_MODES = (0.75, 1.0)  # of what is left, to compile in each mode
 LOADER_S = (0.3, 1.5)  # that a loader is measured for: at least, at most
 LONG = 2000  # images that a sample is repeated to, so that epochs are no shorter than a real one's
 
@@ -48,7 +40,7 @@ class SpeedConfig:
         check_all(self)
 
 
-class Tuner:
+class Tuner(Tried):
     """Tries settings for a training on the device at hand, part by part, and keeps what is faster.
 
     Parts may be called in any order, or left out; the order of `tune` is the best, as each goes on with what was chosen. Each
@@ -57,29 +49,8 @@ class Tuner:
     here changes what a training comes to.
 
     A context manager, since trials run in a process of their own: `with Tuner(...) as tuner: tuner.precisions()`. `close`
-    ends it as well, and the last part, `together`, does so by itself.
-
-    Args:
-        images: of the training side, with pixels, both classes among them.
-        store: that holds them.
-        model_config, train_config, run_config, loop_config: as a training would get them: what is asked.
-        speed_config: for how long.
-        trials: what makes the trials of a workload.
-
-    Attributes:
-        table: all that was tried, a row each; first in each part what was asked. Columns: part, name, batch, images_s (the
-            median round; breasts where the model sees these), low and high (the slowest and fastest round), peak_mb (the
-            most memory of a step), compile_s, chosen, skipped (why there is no rate).
-        settings: what is chosen so far, by the notebooks' names for it; `reasons`: a sentence for each.
-        limit: what training waits for, a `deciding.Limit`; None before `loading`.
-        loader_rates: as `feeding.rates` gives it, None before `loading`.
-        rate: images (breasts) a second, end to end where `together` has measured it; NaN before anything was measured.
-        asked: the settings as they were asked, such as precision and num_workers resolved.
-        device: as it was asked for or found; `unit`: images or breasts; `left`: seconds that are left.
-
-    Raises:
-        RuntimeError: the device that was asked for does not work.
-        ValueError: settings that training would refuse, or a table of one class.
+    ends it as well, and `together` does so by itself. Arguments, attributes and errors are those of `Tried`, with a
+    `SpeedConfig` in place of its minutes.
     """
 
     def __init__(
@@ -87,63 +58,8 @@ class Tuner:
         run_config: RunConfig, loop_config: LoopConfig, speed_config: SpeedConfig,
         trials: Callable[[Workload], Trials] = Trials,
     ) -> None:  # fmt: skip
-        self.images, self.store = images, store if isinstance(store, Store) else Store(store)
-        self.model_config, self.loop_config, self.speed_config = model_config, loop_config, speed_config
-        self.device = env.choose_device(run_config.device).value
-        self.world = distributed.processes(loop_config.n_procs, self.device) if loop_config.n_procs >= 0 else 1
-        accumulate = distributed.batches_a_step(train_config.accumulate, self.world)
-        self.train_config = dataclasses.replace(train_config, accumulate=accumulate)
-        self.max_hours, self.left = run_config.max_hours, 60 * speed_config.tune_minutes
-        self.unit = f"{unit_of(model_config)}s"
-        items = images if self.unit == "images" else data.per_breast(images)
-        self.items, self.positives = len(items), int(items["cancer"].sum())
-        self.epoch_items = self._epoch_items(self.items, self.positives)  # refuses one class, too
-
-        self.reasons, self.limit, self.loader_rates = {}, None, None
-        self._rows, self._candidates, self._model_rate, self._end_to_end = {}, [], math.nan, math.nan
-        workers = run_config.num_workers
-        if workers < 0:  # as the trainer chooses
-            workers = 0 if self.device == "cpu" else min(8, env.cores() // self.world)
-        self._wanted, self._refused = run_config.precision, ""
-        if self._wanted != "auto":
-            self._refused = self._problem(self._wanted)
-        precision = env.choose_precision(self.device, "auto" if self._refused else self._wanted).value
-        self.asked = {
-            "precision": precision, "channels_last": loop_config.channels_last, "compile": loop_config.compile,
-            "grad_checkpointing": model_config.grad_checkpointing, "num_workers": workers,
-            "store_format": self.store.manifest["format"], "batch_size": train_config.batch_size, "accumulate": accumulate,
-        }  # fmt: skip
-        self._now = dict(self.asked)
-        self._batch = train_config.batch_size  # that trials are made with
-        _, train, _ = self._configs(self.asked)
-        self._trials = trials(Workload(images, self.store.path, model_config, train, loop_config, self.device))
-
-    def __enter__(self) -> "Tuner":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the process of the trials, and frees the memory it holds; another part would start one anew."""
-        self._trials.close()
-
-    @property
-    def table(self) -> pd.DataFrame:
-        rows = [row for part in SHARES for row in self._rows.get(part, ())]
-        return pd.DataFrame(rows, columns=list(COLUMNS))
-
-    @property
-    def settings(self) -> dict[str, object]:
-        return {name: value for name, value in self._now.items() if name in self.reasons}
-
-    @property
-    def rate(self) -> float:
-        if not math.isnan(self._end_to_end):
-            return self._end_to_end
-        if self.limit is None:
-            return self._model_rate
-        return deciding.side_by_side(self._model_rate, self.limit.loader, self._now["num_workers"])
+        minutes, self.tune_batch = speed_config.tune_minutes, speed_config.tune_batch
+        super().__init__(images, store, model_config, train_config, run_config, loop_config, minutes, trials)
 
     # ---- the parts
 
@@ -160,7 +76,7 @@ class Tuner:
         rows = []
         for pair in pairs:
             measured = found.get(pair) or Measured(error=cannot[pair[0]])
-            rows.append(_row("precision", layout_name(*pair), self._batch, measured, pair == best))
+            rows.append(row_of("precision", layout_name(*pair), self._batch, measured, pair == best))
         self._now |= {"precision": best[0], "channels_last": best[1]}
         self._model_rate = found[best].median
         reasons = deciding.precision_reasons(best, found, cannot, self.unit)
@@ -175,9 +91,15 @@ class Tuner:
         found = {"off": Measured(error=NO_TIME)}
         names, reasons, seconds = dict.fromkeys(MODES, ""), {}, {"off": math.inf}
         with self._part("compile") as left:
-            for place, mode in enumerate(MODES[1:]):
+            for mode, share in zip(MODES[1:], OF_MODES, strict=True):
+                if mode == MODES[-1] and CUT[0] in found[MODES[1]].error:
+                    found[mode] = Measured(
+                        error=f"not tried: it compiles for longer than {MODES[1]}, which was not done"
+                    )
+                    reasons[mode] = f"{mode}: {found[mode].error}"
+                    continue
                 pair = [self._setting(compile="off"), self._setting(compile=mode)]
-                off, found[mode] = self._in_turn(pair, left() / (len(MODES) - 1 - place))
+                off, found[mode] = self._in_turn(pair, share * left())
                 if off.error or found[mode].error:
                     reasons[mode] = f"{mode}: {found[mode].error or off.error}"
                     found["off"] = found["off"] if found["off"].images_s else off
@@ -192,11 +114,13 @@ class Tuner:
                 if pays < total and (mode == asked or beats(new.images_s, off.images_s)):
                     seconds[mode] = deciding.TIMES_COMPILED * cost + total / new.median
         best = min(seconds, key=seconds.get)
+        if any(words in found[asked].error for words in CUT):  # nothing is known against it
+            best, reasons[asked] = asked, f"as asked: {found[asked].error}"
         modes = sorted(MODES, key=lambda mode: mode != asked)
-        rows = [_row("compile", mode + names[mode], self._batch, found[mode], mode == best) for mode in modes]
+        rows = [row_of("compile", mode + names[mode], self._batch, found[mode], mode == best) for mode in modes]
         self._now["compile"] = best
         self._model_rate = found[best].median if found[best].images_s else self._model_rate
-        order = (best,) if best != "off" else MODES[1:]
+        order = (best,) if best in reasons else MODES[1:]
         return self._keep("compile", rows, {"compile": "; ".join(reasons[mode] for mode in order)})
 
     def checkpointing(self) -> pd.DataFrame:
@@ -207,7 +131,7 @@ class Tuner:
             found = dict(zip((asked, not asked), self._in_turn(ways, left()), strict=True))
         best, reason = deciding.checkpointing_choice(batch, asked, found[False], found[True])
         names = {True: "checkpointed", False: "without checkpointing"}
-        rows = [_row("checkpointing", names[on], batch, found[on], on == best) for on in found]
+        rows = [row_of("checkpointing", names[on], batch, found[on], on == best) for on in found]
         self._now["grad_checkpointing"] = best
         self._batch = batch if found[best].images_s else self._batch
         return self._keep("checkpointing", rows, {"grad_checkpointing": reason})
@@ -222,14 +146,14 @@ class Tuner:
         with self._part("batch") as left:
             for place, name in enumerate(names):
                 start = self._setting(precision=name, compile="off", batch_size=asked)
-                limit_s = left() / (len(names) - place) * (0.8 if self.speed_config.tune_batch else 1)
+                limit_s = left() / (len(names) - place) * (0.8 if self.tune_batch else 1)
                 found[name] = self._trials.largest_batch(start, limit_s=limit_s) if limit_s >= LEAST_S else Batches()
             if found[own].ended == "memory" and found[own].largest < 2 and not self._now["grad_checkpointing"]:
                 self._now["grad_checkpointing"] = True  # without it there is no training
                 self.reasons["grad_checkpointing"] = "without it not even a batch of 2 fits"
                 start = self._setting(precision=own, compile="off", batch_size=asked)
                 found[own] = self._trials.largest_batch(start, limit_s=max(LEAST_S, left()))
-            if self.speed_config.tune_batch:
+            if self.tune_batch:
                 fastest = self._fastest_batch(found[own], left())
         reason = self._choose_batch(found[own], fastest)
         largest = ", ".join(deciding.largest_in_words(name, found[name]) for name in names)
@@ -242,7 +166,7 @@ class Tuner:
                     error=size["why"],
                 )
                 chosen = (name, size["batch"]) == (own, self._now["batch_size"])
-                rows.append(_row("batch", f"{name}, batch {size['batch']}", size["batch"], measured, chosen))
+                rows.append(row_of("batch", f"{name}, batch {size['batch']}", size["batch"], measured, chosen))
         reasons = {"batch_size": f"{reason}; largest that fits: {largest}"}
         if self._now["accumulate"] != self.asked["accumulate"]:
             reasons["accumulate"] = self._step_in_words()
@@ -273,7 +197,7 @@ class Tuner:
             rates = () if row.skipped else (row.low, row.images_s, row.high)
             name, measured = feeding.loader_name(row.store_format, row.workers), Measured(rates, error=row.skipped)
             chosen = (row.store_format, row.workers) == asked
-            rows.append(_row("loader", name, self._now["batch_size"], measured, chosen))
+            rows.append(row_of("loader", name, self._now["batch_size"], measured, chosen))
         kept = f"as asked: {self.limit}"
         return self._keep("loader", rows, {"num_workers": kept, "store_format": kept})
 
@@ -286,7 +210,8 @@ class Tuner:
             tried["as chosen"] = dict(self._now)
         for image_format, workers in self._candidates:
             if image_format == self.asked["store_format"]:
-                tried[f"as chosen, {deciding.counted(workers, 'worker')}"] = {**self._now, "num_workers": workers}
+                name = "as chosen" if "as chosen" in tried else "as asked"
+                tried[f"{name}, {deciding.counted(workers, 'worker')}"] = {**self._now, "num_workers": workers}
         with self._part("together") as left:
             formats = [name for name, _ in self._candidates if name != self.asked["store_format"]]
             until = left() * (0.4 if formats else 0.0)
@@ -295,7 +220,7 @@ class Tuner:
             if best is not None:
                 self._judge(names, list(tried.values()), found, best)
             rows = [
-                _row("together", name, values["batch_size"], measured, place == best)
+                row_of("together", name, values["batch_size"], measured, place == best)
                 for place, (name, values, measured) in enumerate(zip(names, tried.values(), found, strict=True))
             ]
             for image_format in formats:
@@ -304,66 +229,7 @@ class Tuner:
             row["chosen"] = row["name"] == feeding.loader_name(self._now["store_format"], self._now["num_workers"])
         return self._keep("together", rows, {})
 
-    # ---- what is told of them
-
-    def hours(self, n_images: int, epochs: int = 1, n_positives: int | None = None) -> float:
-        """Hours that training takes at the speed that was measured, on one device, scoring after epochs not counted.
-
-        Args:
-            n_images: of the training side, such as three quarters of the competition's 54,706.
-            epochs: each has all negatives once, and positives as often as `negatives_per_positive` says.
-            n_positives: images with a cancer among them; None: the share of the images at hand.
-        """
-        items = round(n_images * self.items / len(self.images))
-        share = self.positives / self.items if n_positives is None else n_positives / n_images
-        batch, accumulate = self._now["batch_size"], self._now["accumulate"]
-        seen = self._epoch_items(items, max(1, round(share * items)), batch, accumulate)
-        return epochs * seen / self.rate / 3600
-
-    def write(self, path: Path | str) -> Path:
-        """Writes what was decided as a YAML that papermill's `-f` takes, with reasons; whole or not at all. The batch and the
-        store's format are in it only where they changed."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        changed = {
-            name: value for name, value in self.settings.items()
-            if name not in OF_RESULT or value != self.asked[name]
-        }  # fmt: skip
-        height, width = self.store.shape
-        heading = deciding.heading(
-            self.device, f"{self.model_config.backbone}, {height}x{width}, batches of {self.asked['batch_size']} {self.unit}, "
-            f"augment {self.train_config.augment}, views {self.model_config.views}", self.world, path,
-        )  # fmt: skip
-        write_atomic(path, deciding.as_yaml(heading, changed, self.reasons))
-        return path
-
     # ---- helpers
-
-    @contextlib.contextmanager
-    def _part(self, name: str) -> Iterator[Callable[[], float]]:
-        """Gives a function that says how many seconds the part has left, and takes what it took off `left`."""
-        begun = time.monotonic()
-        ahead = sum(share for part, share in SHARES.items() if part not in self._rows or part == name)
-        end = begun + self.left * SHARES[name] / ahead
-        try:
-            yield lambda: max(0.0, end - time.monotonic())
-        finally:
-            self.left = max(0.0, self.left - (time.monotonic() - begun))
-
-    def _keep(self, part: str, rows: list[dict], reasons: dict[str, str]) -> pd.DataFrame:
-        self._rows[part] = rows
-        self.reasons |= reasons
-        return pd.DataFrame(rows, columns=list(COLUMNS))
-
-    def _setting(self, **changes: object) -> Setting:
-        """What is chosen so far, with changes, as trials take it."""
-        names = ("precision", "channels_last", "compile", "grad_checkpointing")
-        return Setting(**{**{name: self._now[name] for name in names}, "batch_size": self._batch, **changes})
-
-    def _in_turn(self, settings: Sequence[Setting], limit_s: float) -> list[Measured]:
-        if limit_s < LEAST_S:
-            return [Measured(error=NO_TIME)] * len(settings)
-        return self._trials.in_turn(settings, ROUNDS, limit_s)
 
     def _first_that_fit(self, pairs: Sequence[tuple[str, bool]], left: Callable[[], float]) -> list[Measured]:
         """Each precision and layout, in the first way in which any of them has room."""
@@ -417,15 +283,6 @@ class Tuner:
         step, before = (of["batch_size"] * of["accumulate"] for of in (self._now, self.asked))
         same = f"an optimiser step sees {step} {self.unit}"
         return f"{same}, as before" if step == before else f"{same} instead of {before}"
-
-    def _configs(self, values: dict) -> tuple[ModelConfig, TrainConfig, LoopConfig]:
-        """The configs of a training with these settings."""
-        share = max(1, values["accumulate"] // self.world)  # of one device, which is what is measured
-        return (
-            dataclasses.replace(self.model_config, grad_checkpointing=values["grad_checkpointing"]),
-            dataclasses.replace(self.train_config, batch_size=values["batch_size"], accumulate=share),
-            dataclasses.replace(self.loop_config, channels_last=values["channels_last"], compile=values["compile"]),
-        )
 
     def _best_of(
         self,
@@ -486,30 +343,9 @@ class Tuner:
             )
             self.reasons["num_workers"] = self.reasons["store_format"]
         return [
-            _row("together", name, self._now["batch_size"], measured, place == 1 and best == 1)
+            row_of("together", name, self._now["batch_size"], measured, place == 1 and best == 1)
             for place, (name, measured) in enumerate(zip(names, found, strict=True))
         ]
-
-    def _epoch_items(self, items: int, positives: int, batch: int = 0, accumulate: int = 0) -> int:
-        """Images (breasts) that an epoch shows."""
-        train, labels = self.train_config, np.zeros(items, np.int8)
-        labels[:positives] = 1
-        return len(BalancedSampler(
-            labels, train.negatives_per_positive, batch or train.batch_size, train.min_positives, train.seed,
-            accumulate or train.accumulate, train.negatives_per_epoch,
-        ))  # fmt: skip
-
-    def _problem(self, precision: str) -> str:
-        """Why the device does not compute in a precision, or nothing."""
-        try:
-            env.choose_precision(self.device, precision)
-        except ValueError as error:
-            return re.sub(r"^precision \w+ was asked for, but |; use [\w, ]+$", "", str(error))
-        return ""
-
-    def _sessions(self, seconds: float) -> int:
-        """How often a training of so many seconds begins, and compiles: `max_hours` ends it, and it goes on."""
-        return max(1, math.ceil(seconds / 3600 / self.max_hours)) if self.max_hours else 1
 
 
 def tune(
@@ -521,13 +357,6 @@ def tune(
         for part in ("precisions", "compiling", "checkpointing", "batches", "loading", "together"):
             getattr(tuner, part)()
     return tuner
-
-
-def _row(part: str, name: str, batch: int, measured: Measured, chosen: bool) -> dict:
-    return dict(zip(COLUMNS, (
-        part, name, batch, measured.median, measured.low, measured.high, measured.peak_mb, measured.compile_s,
-        bool(chosen), measured.error,
-    ), strict=True))  # fmt: skip
 
 
 def _why(found: Batches) -> str:

@@ -15,7 +15,8 @@ from rsnakit.models import ModelConfig
 from rsnakit.params import from_mapping
 from rsnakit.stretches import StretchError
 from rsnakit.trials import Batches, Measured
-from rsnakit.tuning import COLUMNS, SpeedConfig, Tuner
+from rsnakit.tried import COLUMNS, SHARES
+from rsnakit.tuning import SpeedConfig, Tuner
 
 MODEL = ModelConfig(backbone="test_efficientnet", weights="none")
 TRAIN = TrainConfig(batch_size=8, epochs=2)
@@ -203,6 +204,12 @@ def test_what_cannot_be_compiled_is_skipped(make):  # T12
     assert rows["name"].tolist() == ["default", "off", "max-autotune"] and chosen(rows) == ["off"]
     assert rows["skipped"].tolist() == ["there is no C++ compiler g++", "", "too slow"]
     assert "no C++ compiler" in tuner.reasons["compile"]
+
+
+def test_what_was_asked_stays_compiled_where_there_is_no_time_to_try_it(make):
+    late = "it was not done after 16 s, and was ended"
+    rows = make(Made(of_compile(10.0, late)), loop=LoopConfig(compile="default")).compiling()
+    assert chosen(rows) == ["default"] and "compiles for longer than default" in rows["skipped"].iloc[2]
 
 
 # ---- memory
@@ -408,7 +415,7 @@ def test_a_smaller_batch_is_written_with_its_steps(make, tmp_path):
 
 def test_the_time_is_kept_and_what_is_cut_says_so(make, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(tuning.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("rsnakit.tried.time.monotonic", lambda: clock[0])
     made = Made(lambda setting: 10.0)
     real = made.in_turn
 
@@ -456,7 +463,7 @@ def test_all_parts_in_earnest(store, images, tmp_path):
     speed = SpeedConfig(tune_minutes=0.6)
     tuner = tuning.tune(images, store, MODEL, TRAIN, RunConfig(device="cpu"), LoopConfig(), speed)
     table = tuner.table
-    assert set(table["part"]) == set(tuning.SHARES) and not active_children()
+    assert set(table["part"]) == set(SHARES) and not active_children()
     assert ((table["images_s"] > 0) | (table["skipped"] != "")).all()
     assert table.groupby("part")["chosen"].sum().le(1).all()
     assert from_mapping(yaml.safe_load(tuner.write(tmp_path / "tuned.yaml").read_text()), RunConfig)
