@@ -6,7 +6,7 @@ Orange is what was chosen. Whiskers reach from the smallest to the largest of th
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -187,20 +187,17 @@ def transform_costs(table: pd.DataFrame) -> Figure:
 
 
 @look.styled
-def tuned(before: Mapping | pd.Series, after: Mapping | pd.Series | pd.DataFrame, unit: str = "images") -> Figure:
+def tuned(table: pd.DataFrame, unit: str = "images") -> Figure:
     """What all settings together give: images a second and memory, of what was asked and of what was chosen.
 
     Args:
-        before: of what was asked: name, images_s, low, high, peak_mb.
-        after: the same of what was chosen; of a table the last row counts, and all are drawn.
+        table: name, images_s, low, high, peak_mb, chosen, as the tuner's last part gives it: what was asked in the first row.
         unit: what is counted: images, or breasts.
     """
-    after = after if isinstance(after, pd.DataFrame) else pd.DataFrame([dict(after)])
-    if not len(before) or after.empty:
+    if table.empty:
         return look.nothing("Nothing was measured before and after, so nothing can be said of the gain")
-    table = pd.concat([pd.DataFrame([dict(before)]), after], ignore_index=True)
-    table = table.reindex(columns=["name", "images_s", "low", "high", "peak_mb"])
-    table["chosen"] = table.index == len(table) - 1
+    columns = ["name", "images_s", "low", "high", "peak_mb", "chosen"]
+    table = table.reindex(columns=columns).reset_index(drop=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 1.4 + 0.4 * len(table)), width_ratios=(3, 2))
     for ax, column, label in ((left, "images_s", f"{unit}/s"), (right, "peak_mb", "most memory of a step, MB")):
         for y, row in table.iterrows():
@@ -210,16 +207,8 @@ def tuned(before: Mapping | pd.Series, after: Mapping | pd.Series | pd.DataFrame
         names = [short(name, 36) if ax is left else "" for name in table["name"]]
         name_rows(ax, [(y, name, "normal") for y, name in enumerate(names)], len(table))
         ax.set(xlabel=label, xlim=(0, top_of(table, column)))
-    first, last = table.iloc[0], table.iloc[-1]
-    speed, memory = (
-        last[column] / first[column] if first[column] > 0 else math.nan for column in ("images_s", "peak_mb")
-    )
-    if not speed > 0:
-        return look.titled(figure, f"What {last['name']} gains over {first['name']} is not known: one was not measured")
-    title = f"All settings together train {as_fast(speed)} as what was asked"
-    if memory > 0:
-        title += ", in the same memory" if times(memory) == "1" else f", in {times(memory)} times the memory"
-    return look.titled(figure, title)
+    left.set_xlabel(f"{unit}/s, with the slowest and the fastest round; orange: chosen")
+    return look.titled(figure, _together_title(table, unit))
 
 
 def _left_out(rows: pd.DataFrame) -> list[tuple[str, str]]:
@@ -285,6 +274,22 @@ def _batch_title(lines: Sequence[pd.DataFrame], unit: str) -> str:
             clauses[0] += f"; the largest trains {ratio} times as many {unit}/s as a batch of {fits['batch'].iloc[0]:,}"
     text = "; ".join(clauses)
     return text if lines[0]["line"].iloc[0] else look.capital(text)
+
+
+def _together_title(table: pd.DataFrame, unit: str) -> str:
+    asked, chosen = table.iloc[0], table[table["chosen"].eq(True)]
+    chosen = asked if chosen.empty else chosen.iloc[0]
+    speed, memory = (chosen[name] / asked[name] if asked[name] > 0 else math.nan for name in ("images_s", "peak_mb"))
+    if not speed > 0:
+        return f"What {chosen['name']} gains over {asked['name']} is not known: one was not measured"
+    if chosen.name == asked.name:
+        others = len(table[table["images_s"] > 0]) - 1
+        why = "nothing else that was tried trains faster" if others else "nothing else promised to be faster"
+        return f"What was asked stays, {plain(asked['images_s'])} {unit}/s: {why}"
+    title = f"All settings together train {as_fast(speed)} as what was asked"
+    if memory > 0:
+        title += ", in the same memory" if times(memory) == "1" else f", in {times(memory)} times the memory"
+    return title
 
 
 def _limit_title(measured: pd.DataFrame, model: float, unit: str) -> str:

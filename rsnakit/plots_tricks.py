@@ -150,14 +150,9 @@ def shot_record(record: np.ndarray, dt_s: float, dx_m: float, arrival_s: np.ndar
     ax.imshow(record, cmap="gray", vmin=-top, vmax=top, extent=extent, aspect="auto", interpolation="nearest")
     ax.set(xlabel="receiver, m along the line", ylabel="time, s")
     if arrival_s is not None:
-        ax.plot(
-            np.arange(nx) * dx_m,
-            arrival_s,
-            "--o"[: 2 + (nx == 1)],
-            color=CHOSEN,
-            linewidth=2,
-            label="predicted: distance over velocity",
-        )
+        line, text = "--o"[: 2 + (nx == 1)], "predicted: distance over velocity"
+        ax.plot(np.arange(nx) * dx_m, arrival_s, line, color=CHOSEN, linewidth=2, label=text)
+        ax.set_ylim(extent[2:])  # not beyond what was recorded
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return look.titled(figure, _record_title(strength, dt_s, arrival_s))
 
@@ -242,12 +237,10 @@ def _draw_chunks(ax: Axes, report: pd.DataFrame) -> None:
         ax.fill_between(x, 1 / (1 - x / total), top, where=1 / (1 - x / total) < top, color=BETTER, linewidth=0)
         label += f" (grey: pays within {counted(max(1, round(total / run)), 'call')}; orange: chosen)"
     ax.set(xlim=(-0.03 * right, right), ylim=(0, top), ylabel="times as fast as eager", xlabel=label)
-    left = [
-        ("eager" if row.n == 0 else counted(int(row.n), "step"), row.left_out)
-        for row in report.itertuples()
-        if isinstance(row.left_out, str) and row.left_out
-    ]
-    ax.set_xlabel(label + notes(left, 50), loc="left")
+    left = report[report["left_out"].map(lambda why: isinstance(why, str) and why != "")]
+    sizes = ", ".join("eager" if n == 0 else str(n) for n in left["n"])
+    # The reasons of further sizes differ in their numbers alone.
+    ax.set_xlabel(label + notes([(f"not {sizes}", left["left_out"].iloc[0])] if sizes else [], 50), loc="left")
     colors = [CHOSEN if chosen else NEUTRAL for chosen in known["chosen"].eq(True)]
     if len(known):
         _name_points(ax, known["compile_s"], known["gain"], [_chunk_text(row) for row in known.itertuples()], colors)

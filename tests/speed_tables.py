@@ -116,12 +116,12 @@ FIGURES = {  # by the function, then by what it is drawn from
         "many": lambda: plots_speed.rates(many_trials()),
     },
     "tuned": {
-        "ordinary": lambda: plots_speed.tuned(make_trials().iloc[0], make_trials().iloc[2]),
-        "one point": lambda: plots_speed.tuned(make_trials().iloc[0], make_trials().iloc[:1]),
-        "no point": lambda: plots_speed.tuned({}, make_trials().head(0)),
-        "missing": lambda: plots_speed.tuned(make_trials().iloc[3], {"name": "bf16", "images_s": 4.0}),
-        "no memory": lambda: plots_speed.tuned(make_trials().iloc[0], make_trials().iloc[2:3].assign(peak_mb=math.nan)),
-        "many": lambda: plots_speed.tuned(many_trials().iloc[0], many_trials()),
+        "ordinary": lambda: plots_speed.tuned(make_trials()),
+        "one point": lambda: plots_speed.tuned(make_trials().head(1)),
+        "no point": lambda: plots_speed.tuned(make_trials().head(0)),
+        "missing": lambda: plots_speed.tuned(make_trials()[["name", "images_s"]].tail(1)),
+        "no memory": lambda: plots_speed.tuned(make_trials().assign(peak_mb=math.nan, chosen=None)),
+        "many": lambda: plots_speed.tuned(many_trials()),
     },
     "batch_rates": {
         "ordinary": lambda: plots_speed.batch_rates(make_batches()),

@@ -24,7 +24,8 @@ LADDER = (
     ),
     (
         "store", "augment", "losses", "plots_data", "plots_train", "plots_scores", "plots_groups", "plots_cases", "plots",
-        "plots_models", "plots_tricks", "plots_speed", "formats", "checkpoint", "runfiles", "runs", "tally", "history", "results", "headers",
+        "plots_models", "plots_tricks", "plots_speed", "formats", "checkpoint", "runfiles", "runs", "tally", "history",
+        "results", "headers",
         "weights", "states", "chunks", "stepping", "checkpointing",
     ),
     (

@@ -153,13 +153,21 @@ def test_the_dearest_transform_is_named_with_its_share():
     ],
 )
 def test_what_all_settings_give_together(images_s, peak_mb, expected):
-    before = {"name": "as asked", "images_s": 10.0, "low": 9.0, "high": 11.0, "peak_mb": 400.0}
-    after = {"name": "tuned", "images_s": images_s, "low": 7.0, "high": 31.0, "peak_mb": peak_mb}
-    assert title(plots_speed.tuned(before, after)) == f"All settings together {expected}"
-    figure = plots_speed.tuned(pd.Series(before), pd.DataFrame([before, after]))
+    asked = {"name": "as asked", "images_s": 10.0, "low": 9.0, "high": 11.0, "peak_mb": 400.0, "chosen": False}
+    after = {"name": "tuned", "images_s": images_s, "low": 7.0, "high": 31.0, "peak_mb": peak_mb, "chosen": True}
+    figure = plots_speed.tuned(pd.DataFrame([asked, after, {**after, "images_s": 1.0, "chosen": False}]))
     assert title(figure) == f"All settings together {expected}"
     assert orange_bars(figure.axes[0]) == [images_s]
-    assert "not known" in title(plots_speed.tuned(before, {**after, "images_s": math.nan}))
+    assert "not known" in title(plots_speed.tuned(pd.DataFrame([asked, {**after, "images_s": math.nan}])))
+
+
+def test_what_was_asked_may_stay():
+    asked = {"name": "as asked", "images_s": 10.0, "peak_mb": 400.0, "chosen": True}
+    assert "stays, 10 images/s: nothing else promised" in title(plots_speed.tuned(pd.DataFrame([asked])))
+    other = {"name": "as chosen", "images_s": 9.0, "peak_mb": 200.0, "chosen": False}
+    figure = plots_speed.tuned(pd.DataFrame([asked, other]), "breasts")
+    assert "stays, 10 breasts/s: nothing else that was tried trains faster" in title(figure)
+    assert orange_bars(figure.axes[0]) == [10.0]
 
 
 # ---- single tricks
