@@ -42,10 +42,12 @@ def compile_steps(
 
     A state is a tensor, or tuples, namedtuples, lists, dicts and dataclasses of tensors, nested as you like. Numbers, strings
     and None in it are part of its structure: a counter has to be a tensor. Structure, shapes, types and devices stay from
-    step to step. A step gives new tensors and leaves those it was given alone.
+    step to step. A step gives new tensors and leaves those it was given alone; it should change nothing else either, as it
+    is called more often than there are steps: at a warm-up, and with `checkpoint`.
 
     Args:
-        step: a function, method or module; what it closes over (a velocity model, say) gets gradients too.
+        step: a function, method or module; what it closes over (a velocity model, say) gets gradients too. Tensors that are
+            made anew for each run, as in training, are attributes of the object whose method the step is.
         n: steps a chunk, or "auto": sizes are tried on `state` in the mode at hand (with gradients, where there are any:
             forward and backward), and the one is kept with the least time for compiling and for all calls together.
         record: a function of a state; what it gives after each step (a tensor, or several as in a state) is kept.
@@ -145,7 +147,7 @@ class Steps:
     def warm_up(self, state: Any) -> float:
         """Compiles for states like this one in the mode at hand, backward included; gives the seconds it took.
 
-        A few steps are done for it on copies, and their results thrown away.
+        For it n steps are done from this state and their results thrown away, so a table that they look up must go so far.
 
         Raises:
             TypeError, ValueError: as `run`.
