@@ -272,6 +272,16 @@ def test_nothing_is_compiled_after_the_warm_up(passes):  # T13
     assert len(passes.graphs) == compiled
 
 
+@pytest.mark.parametrize("first", ["once", "twice"])
+def test_one_tensor_twice_in_a_state(graphs, first):  # T13
+    one, other = start()
+    steps = compile_steps(spring, 4, backend=graphs)
+    steps.warm_up((one, other) if first == "once" else (one, one))
+    for state in ((one, one), (one, other), (one, one)):
+        assert all(torch.equal(a, b) for a, b in zip(steps.run(state, 9), loop(spring, state, 9), strict=True))
+    assert len(graphs) == 2
+
+
 def test_each_mode_is_compiled_once(graphs):  # T13
     steps = compile_steps(lambda x: 0.5 * torch.cos(x), 4, backend=graphs)
     x = torch.rand(3)
