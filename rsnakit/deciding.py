@@ -34,14 +34,13 @@ class Limit(NamedTuple):
     model: float
     store_format: str
     workers: int
+    unit: str = "images"
 
     def __str__(self) -> str:
         if not (self.loader > 0 and self.model > 0):
             unknown = "loader" if self.model > 0 else "model"
             return f"what the limit is, is not known: the {unknown} could not be measured"
-        rates = (
-            f"the loader gives {plain(self.loader)} a second ({self.store_format}, {counted(self.workers, 'worker')})"
-        )
+        rates = f"the loader gives {plain(self.loader)} {self.unit}/s ({self.store_format}, {counted(self.workers, 'worker')})"
         text = f"the {self.by} is the limit: {rates}, the model takes {plain(self.model)}"
         if self.workers:
             return text
@@ -200,14 +199,14 @@ def lacks_room(measured: Measured) -> bool:
     return NO_ROOM in measured.error
 
 
-def side_by_side(model: float, loader: float, workers: int) -> float:
-    """Images a second of a model and its loader, from the rates of both alone: the lower one with workers, which load while the
-    model computes; without, their times add up."""
-    return min(model, loader) if workers else model * loader / (model + loader)
+def side_by_side(model: float, loader: float, beside: bool) -> float:
+    """Images a second of a model and its loader, from the rates of both alone: the lower one where workers load `beside` the
+    model; their times add up without workers, and where the model computes on the cores that workers need."""
+    return min(model, loader) if beside else model * loader / (model + loader)
 
 
 def loaders_worth_a_try(
-    rates: Mapping[tuple[str, int], float], asked: tuple[str, int], model: float
+    rates: Mapping[tuple[str, int], float], asked: tuple[str, int], model: float, on_cpu: bool
 ) -> list[tuple[str, int]]:
     """Loaders that promise more than the one that is asked for, at most two: with other workers, and of another store.
 
@@ -215,8 +214,13 @@ def loaders_worth_a_try(
         rates: images a second of a loader, by store format and workers; NaN where there are none.
         asked: store format and workers.
         model: images a second that it takes.
+        on_cpu: the model computes on the cores that workers need.
     """
-    promised = {key: side_by_side(model, rate, key[1]) for key, rate in rates.items() if rate > 0 and model > 0}
+    promised = {
+        key: side_by_side(model, rate, key[1] > 0 and not on_cpu)
+        for key, rate in rates.items()
+        if rate > 0 and model > 0
+    }
     least, found = promised.get(asked, 0.0), []
     for same in (True, False):
         among = {

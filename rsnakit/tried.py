@@ -118,7 +118,9 @@ class Tried:
             return self._end_to_end
         if self.limit is None:
             return self._model_rate
-        return deciding.side_by_side(self._model_rate, self.limit.loader, self._now["num_workers"])
+        return deciding.side_by_side(
+            self._model_rate, self.limit.loader, self._now["num_workers"] > 0 and self.device != "cpu"
+        )
 
     # ---- what is told of them
 

@@ -79,8 +79,9 @@ class Tuner(Tried):
             rows.append(row_of("precision", layout_name(*pair), self._batch, measured, pair == best))
         self._now |= {"precision": best[0], "channels_last": best[1]}
         self._model_rate = found[best].median
-        reasons = deciding.precision_reasons(best, found, cannot, self.unit)
-        if self._refused and best[0] != self._wanted:
+        others = {name: problem for name, problem in cannot.items() if not (self._refused and name == self._wanted)}
+        reasons = deciding.precision_reasons(best, found, others, self.unit)
+        if self._refused:
             reasons["precision"] = f"{self._wanted} was asked for, but {self._refused}; {reasons['precision']}"
         return self._keep("precision", rows, reasons)
 
@@ -189,9 +190,9 @@ class Tuner(Tried):
                 device=self.device, limit_s=left(),
             )  # fmt: skip
         rate_of = dict(zip(zip(found["store_format"], found["workers"], strict=True), found["images_s"], strict=True))
-        self._candidates = deciding.loaders_worth_a_try(rate_of, asked, self._model_rate)
+        self._candidates = deciding.loaders_worth_a_try(rate_of, asked, self._model_rate, self.device == "cpu")
         by = "loader" if rate_of[asked] < self._model_rate else "model"
-        self.limit = Limit(by, rate_of[asked], self._model_rate, *asked)
+        self.limit = Limit(by, rate_of[asked], self._model_rate, *asked, self.unit)
         rows = []
         for row in sorted(found.itertuples(), key=lambda row: (row.store_format, row.workers) != asked):
             rates = () if row.skipped else (row.low, row.images_s, row.high)

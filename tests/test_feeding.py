@@ -158,8 +158,8 @@ def test_a_stretch_trains_waits_and_ends(store, images, workers):
 
 @pytest.mark.slow
 def test_a_stretch_that_cannot_begin_says_why(store, images):
-    too_small = dataclasses.replace(MODEL, backbone="test_vit")
-    workload = Workload(images, store.path, too_small, TRAIN, LoopConfig(), "cpu")
+    fixed = dataclasses.replace(MODEL, backbone="vit_tiny_patch16_224")
+    workload = Workload(images, store.path, fixed, TRAIN, LoopConfig(), "cpu")
     with Stretch(workload, "fp32", 0) as stretch, pytest.raises(StretchError, match="fails on an input"):
         stretch.begin(120)
     with Stretch(workload, "fp32", 0) as stretch, pytest.raises(StretchError, match="not done after 0 s"):

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from rsnakit import data, params, stretches, tuning
+from rsnakit import data, deciding, params, stretches, tuning
 from rsnakit.engine import LoopConfig, TrainConfig
 from rsnakit.env import RunConfig
 from rsnakit.models import ModelConfig
@@ -303,7 +303,7 @@ def test_the_limit_has_both_rates(make, loaders):
     tuner = make(Made(lambda setting: 10.0))
     rows = tuner.loading()
     assert tuner.limit[:3] == ("model", 30.0, 10.0)
-    assert "the loader gives 30 a second" in str(tuner.limit) and "loading takes 25 % of the time" in str(tuner.limit)
+    assert "the loader gives 30 images/s" in str(tuner.limit) and "loading takes 25 % of the time" in str(tuner.limit)
     assert rows["name"].iloc[0] == "block8, 0 workers" and chosen(rows) == ["block8, 0 workers"]
     assert tuner.rate == pytest.approx(7.5)  # in turns: 1/10 + 1/30 s an image
     loaders(block8=5.0)
@@ -366,6 +366,27 @@ def test_two_trainings_without_room_beside_each_other_are_measured_one_by_one():
     stretch = partial(Large, lambda workload, precision, workers: workload)
     found, best = stretches.best_of(jobs, lambda: 50.0, stretch)
     assert [each.median for each in found] == [10, 20] and best == 1 and not alive
+
+
+@pytest.mark.parametrize(("on_cpu", "asked", "expected"), [
+    (True, ("block8", 2), [("block8", 0)]),  # 1/10 + 1/40 s an image against 1/10 + 1/20
+    (False, ("block8", 2), []),  # beside a GPU that takes 10, 20 are enough
+    (False, ("block8", 0), [("block8", 2)]),  # in turns 8
+    (True, ("block8", 0), []),  # raw16 and its 41 promise less than 3 % more, and png8 keeps 8 bits of 12
+])  # fmt: skip
+def test_loaders_that_promise_nothing_are_not_tried(on_cpu, asked, expected):
+    rates = {("block8", 0): 40.0, ("block8", 2): 20.0, ("raw16", 0): 41.0, ("png8", 0): 900.0, ("png16", 0): math.nan}
+    assert deciding.loaders_worth_a_try(rates, asked, 10.0, on_cpu) == expected
+
+
+@pytest.mark.parametrize(("asked", "largest", "expected"), [
+    ((8, 1), 8, (8, 1)), ((8, 1), 7, (4, 2)), ((16, 2), 7, (4, 8)), ((12, 1), 5, (4, 3)), ((48, 2), 20, (16, 6)),
+    ((17, 1), 8, (6, 3)),  # a prime: a step of 18
+])  # fmt: skip
+def test_a_step_keeps_its_images_in_smaller_batches(asked, largest, expected):
+    assert deciding.same_step(*asked, largest) == expected
+    batch, steps = deciding.same_step(*asked, largest, world=2)
+    assert (batch <= largest and steps % 2 == 0) or (batch, steps) == asked
 
 
 # ---- what is told
