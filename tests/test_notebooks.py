@@ -11,6 +11,7 @@ import nbformat
 import pandas as pd
 import papermill
 import pytest
+import yaml
 from jupyter_client import AsyncKernelManager
 from jupyter_core.utils import run_sync
 
@@ -137,12 +138,38 @@ def test_one_after_another_with_one_yaml_for_all(work, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:6])
 def test_each_alone_and_in_debug(name, tmp_path):
     """On a fresh machine, with nothing made before."""
     book = run(name, tmp_path / f"{name}.ipynb", debug=True, demo_size=256, work_dir=str(tmp_path / "work"))
     assert all(cell.get("execution_count") for cell in book["cells"] if cell["cell_type"] == "code")
     assert bytes_without_pictures(tmp_path / f"{name}.ipynb") < 1_000_000
+
+
+@pytest.mark.slow
+def test_what_07_finds_is_what_03_takes(tmp_path):
+    """On a fresh machine; every trick is measured, and the YAML goes to the training through papermill's -f."""
+    common = {**SMALL, **QUICK, "debug": True, "work_dir": str(tmp_path / "work")}
+    book = run("07_speed", tmp_path / "speed.ipynb", **common)
+    assert all(cell.get("execution_count") for cell in book["cells"] if cell["cell_type"] == "code")
+    assert bytes_without_pictures(tmp_path / "speed.ipynb") < 1_000_000
+    drawn = [output for cell in book["cells"] for output in cell.get("outputs", []) if "image/png" in str(output)]
+    assert len(drawn) == 11  # a figure a trick
+    tuned = tmp_path / "work" / "tuned.yaml"
+    found = yaml.safe_load(tuned.read_text(encoding="utf-8"))
+    assert found.keys() >= {"precision", "channels_last", "compile", "grad_checkpointing", "num_workers"}
+    printed = text_of(run("03_train", tmp_path / "train.ipynb", **{**common, **found}))
+    (folder,) = (tmp_path / "work" / "runs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["folds"] == [0] and "-p run" in printed
+
+
+def test_the_example_of_07_is_the_one_that_is_checked_by_physics():
+    """test_waves.py checks waves.py, and the notebook has the same lines."""
+    title = "# The acoustic wave equation in two dimensions"
+    cells = ["".join(cell["source"]) for cell in nbformat.read(NOTEBOOKS / "07_speed.ipynb", 4).cells]
+    first = next(number for number, cell in enumerate(cells) if cell.startswith(title))
+    checked = (REPOSITORY / "tests" / "waves.py").read_text(encoding="utf-8").partition(title)[2]
+    assert re.split(r"\n+", title + checked.rstrip()) == re.split(r"\n+", cells[first] + "\n" + cells[first + 2])
 
 
 @pytest.mark.slow
