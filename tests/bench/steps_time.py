@@ -1,13 +1,13 @@
 """Step loops compiled by speed.compile_steps against the plain loop on this CPU: waves on a small grid and on a large one.
 
-    python tests/bench/steps_time.py [--out work/bench] [--rounds 9] [--threads 1 2] [--budget 90] [--cases ...]
+    python tests/bench/steps_time.py [--out work/bench] [--rounds 9] [--threads 1 2] [--budget 60] [--cases ...]
 
 The loop is that of tests/waves.py, 1,000 steps in float32 under no_grad, its chunk size chosen by n="auto" for 10,000
 calls; and the same with gradients to the velocity, forward and backward, by plain autograd, compiled, and compiled with
 checkpointed chunks. Plain and compiled loops take turns; a ratio is of one round, and its median, smallest and largest over
 the rounds are told. torch keeps what it compiled on the disk: compile seconds are those of a first run, into an empty folder,
 unless --warm is given. `MB kept` is what autograd holds between forward and backward; backward needs `MB a chunk` besides,
-where chunks are computed again. Takes about six minutes on two cores.
+where chunks are computed again. Takes about four minutes on two cores.
 """
 
 import argparse
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument(
-        "--budget", type=float, default=90.0, help="seconds of compiling for each grid and number of threads"
+        "--budget", type=float, default=60.0, help="seconds of compiling for each grid and number of threads"
     )
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--warm", action="store_true", help="with what torch finds compiled on the disk")
