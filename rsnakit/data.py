@@ -3,7 +3,6 @@
 
 import contextlib
 import ctypes
-import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from rsnakit.folds import check_folds, count_folds, debug_subset, make_folds
 from rsnakit.samplers import BalancedSampler
+from rsnakit.shared import Lent, Pool
 from rsnakit.store import Store
 from rsnakit.tables import TableError, fingerprint, load_table
 from rsnakit.targets import target_values, view_ids
@@ -27,6 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 UNITS = ("image", "breast")
+MEMORY = Pool()  # of this process, where it is a loader's worker
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 OF_VIEWS = ("image", "view_mask", "view_id")  # what a breast has one of for each view, and a batch pads
 
@@ -112,7 +113,10 @@ class MammogramDataset(Dataset):
         """Several items, as a loader asks for a batch; their images lie in one tensor, where `collate` finds them."""
         drawn = [self._draw(item) for item in items]
         most = max(len(images) for images, _ in drawn)
-        batch = empty_batch((len(items), most, 1, *self.store.shape), shared=get_worker_info() is not None)
+        shape = len(items), most, 1, *self.store.shape
+        # New memory is slow, as the system has to bring it page by page: images are written to it once, and never moved.
+        lent = MEMORY.lend(shape) if get_worker_info() else None
+        batch = torch.from_numpy(np.empty(shape, np.float32)) if lent is None else lent.values
         for place, (images, _) in zip(batch, drawn, strict=True):
             for view, (row, seed) in zip(place, images, strict=False):
                 self._load(row, seed, view[0].numpy())
@@ -124,7 +128,7 @@ class MammogramDataset(Dataset):
             samples = [
                 {"image": place[: len(images)], **labels} for place, (images, labels) in zip(batch, drawn, strict=True)
             ]
-        return Samples(samples, batch)
+        return Samples(samples, batch if lent is None else lent.take(batch))
 
     def _draw(self, item: int | tuple[int, int, int]) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:
         """What an item is made of: (row of the table, seed of its augmentation) of each image, and all but the images."""
@@ -159,26 +163,12 @@ class MammogramDataset(Dataset):
 
 
 class Samples(list):
-    """Samples of a batch, and `images`: the tensor (N, ...) that theirs are parts of, padded as `collate` pads."""
+    """Samples of a batch, and `images`: the tensor (N, ...) that theirs are parts of, padded as `collate` pads, or in a worker
+    what becomes of it in the parent."""
 
-    def __init__(self, samples: list[dict[str, torch.Tensor]], images: torch.Tensor) -> None:
+    def __init__(self, samples: list[dict[str, torch.Tensor]], images: torch.Tensor | Lent) -> None:
         super().__init__(samples)
         self.images = images
-
-
-def empty_batch(shape: tuple[int, ...], shared: bool) -> torch.Tensor:
-    """A float32 tensor with no values yet, in the memory that a batch goes out of this process in.
-
-    New memory is slow, as the system has to bring it page by page: images are written to it once, and never moved.
-
-    Args:
-        shape: of the tensor.
-        shared: with the parent, as a loader's worker needs it; else it is NumPy's, which asks for large pages.
-    """
-    if not shared:
-        return torch.from_numpy(np.empty(shape, np.float32))
-    storage = torch.empty(0)._typed_storage()._new_shared(math.prod(shape), device="cpu")  # as torch's own collate does
-    return torch.empty(0).new(storage).resize_(shape)
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

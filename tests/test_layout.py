@@ -16,7 +16,7 @@ LADDER = (
         "look", "scoring", "resampling", "operating", "breasts", "metrics", "calibration", "nested", "phantom", "tables",
         "folds", "oof", "versions", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress",
         "stopping", "failures", "launching", "distributed", "mixing", "mounts", "packages", "slugs", "wheels", "confined",
-        "sandbox", "client", "listing",
+        "sandbox", "client", "listing", "shared",
     ),
     (
         "params", "env", "budget", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow",

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from rsnakit import augment, data, preprocess
 from rsnakit.preprocess import PreprocessConfig
 from rsnakit.samplers import BalancedSampler, StepBatches
+from rsnakit.shared import Pool
 from rsnakit.store import Store, append_index, open_for_writing, write_image
 
 SIZES = ((256, 128), (1024, 512))
@@ -221,8 +222,8 @@ def parts_of(stores: dict[str, Store], paths: list[Path], rounds: int) -> dict[s
         PLAIN: lambda row: plain(images[row], row),
         "light": lambda row: light(images[row], row),
         "written to memory that is there": lambda row: np.copyto(into, images[row]),
-        "written to new memory": lambda row: data.empty_batch((BATCH, *shape), shared=False).fill_(0),
-        "written to new shared memory": lambda row: data.empty_batch((BATCH, *shape), shared=True).fill_(0),
+        "written to new memory": lambda row: torch.from_numpy(np.empty((BATCH, *shape), np.float32)).fill_(0),
+        "written to new shared memory": lambda row: Pool(0).lend((BATCH, *shape)).values.fill_(0),
     }  # fmt: skip
     spent: dict[str, list[float]] = {name: [] for name in parts}
     for turn in range(rounds + 1):
