@@ -145,9 +145,10 @@ def show(*configs: Any) -> None:
         print(f"{type(config).__name__}: {', '.join(pairs) or 'all defaults'}")
 
 
-def flags(*configs: Any) -> str:
-    """The settings that differ from their defaults as papermill's `-p name value`, quoted for a shell."""
-    pairs = {name: value for config in configs for name, value in _changed(config).items()}
+def flags(*configs: Any, without: Iterable[str] = ()) -> str:
+    """The settings that differ from their defaults as papermill's `-p name value`, quoted for a shell; but for those `without`,
+    such as a YAML brings, which `-p` would overrule."""
+    pairs = {name: value for config in configs for name, value in _changed(config).items() if name not in without}
     return " ".join(f"-p {name} {shlex.quote(str(value))}" for name, value in pairs.items())
 
 

@@ -264,6 +264,7 @@ def test_flags_bring_the_same_settings_back_through_a_shell():
     assert words[::3] == ["-p"] * (len(words) // 3)
     assert params.from_mapping(dict(zip(words[1::3], words[2::3], strict=True)), Toy, RunConfig) == settings_given
     assert params.flags(RunConfig()) == ""
+    assert params.flags(*settings_given, without=("lr", "data_dir")) == "-p folds '(0, 1)' -p n_jobs 3"
 
 
 # ---- reading from a notebook's variables: cells in the order they ran
