@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from rsnakit import augment, store
 from rsnakit.data import MammogramDataset, collate, grouped, per_breast, sample_seed, usable, worker_init
 from rsnakit.samplers import BalancedSampler, StepBatches
+from rsnakit.shared import Lent
 
 SHAPE = (32, 24)
 SETTINGS = {"height": SHAPE[0], "width": SHAPE[1]}
