@@ -165,7 +165,7 @@ def compile_reason(mode: str, new: Measured, off: Measured, pays: float, steps: 
         pays: after how many images (see `pays_after`).
         steps: batches of the training that is asked for.
     """
-    text = compared(f"compiled ({mode})", new.images_s, "as it is", off.images_s, unit)
+    text = compared(f"compiled ({mode})", new.images_s, "not compiled", off.images_s, unit)
     if math.isinf(pays):
         return f"{text}, and never pays"
     return (
@@ -269,11 +269,17 @@ def device_name(device: str) -> str:
 
 def as_yaml(heading: Sequence[str], settings: Mapping[str, object], reasons: Mapping[str, str]) -> str:
     """Settings as the flat YAML that papermill's `-f` takes, each with its reason, below comments."""
-    lines = [f"# {line}" for line in heading] + [""]
+    lines = [f"# {in_comment(line)}" for line in heading] + [""]
     for name, value in settings.items():
         text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if value in ("off", "on") else str(value)
-        lines.append(f"{name}: {text}  # {' '.join(reasons[name].split())}")
+        lines.append(f"{name}: {text}  # {in_comment(reasons[name])}")
     return "\n".join(lines) + "\n"
+
+
+def in_comment(text: str) -> str:
+    """A text in one line, without what YAML does not take even there, such as the colours that compilers write in."""
+    text = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", text)
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 def times(ratio: float) -> str:

@@ -113,6 +113,14 @@ class Tried:
         return {name: value for name, value in self._now.items() if name in self.reasons}
 
     @property
+    def decided(self) -> dict[str, object]:
+        """What `write` writes: the settings, but the batch and the store's format only where they changed."""
+        return {
+            name: value for name, value in self.settings.items()
+            if name not in OF_RESULT or value != self.asked[name]
+        }  # fmt: skip
+
+    @property
     def rate(self) -> float:
         if not math.isnan(self._end_to_end):
             return self._end_to_end
@@ -139,20 +147,15 @@ class Tried:
         return epochs * seen / self.rate / 3600
 
     def write(self, path: Path | str) -> Path:
-        """Writes what was decided as a YAML that papermill's `-f` takes, with reasons; whole or not at all. The batch and the
-        store's format are in it only where they changed."""
+        """Writes what was `decided` as a YAML that papermill's `-f` takes, with reasons; whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        changed = {
-            name: value for name, value in self.settings.items()
-            if name not in OF_RESULT or value != self.asked[name]
-        }  # fmt: skip
         height, width = self.store.shape
         heading = deciding.heading(
             self.device, f"{self.model_config.backbone}, {height}x{width}, batches of {self.asked['batch_size']} {self.unit}, "
             f"augment {self.train_config.augment}, views {self.model_config.views}", self.world, path,
         )  # fmt: skip
-        write_atomic(path, deciding.as_yaml(heading, changed, self.reasons))
+        write_atomic(path, deciding.as_yaml(heading, self.decided, self.reasons))
         return path
 
     # ---- for the parts

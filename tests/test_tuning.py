@@ -434,6 +434,23 @@ def test_a_smaller_batch_is_written_with_its_steps(make, tmp_path):
     assert values == {"batch_size": 4, "accumulate": 2}
 
 
+def test_what_the_file_says_beside_what_was_asked(make, tmp_path):
+    """papermill takes -p after -f: the file's settings are no flags, and all others that were asked are."""
+    run, train = RunConfig(device="cpu", precision="bf16"), dataclasses.replace(TRAIN, batch_size=4)
+    tuner = make(Made(of_precision(fp32=20.0, bf16=12.0)), run=run, train=train)
+    tuner.precisions(), tuner.batches()
+    values = yaml.safe_load(tuner.write(tmp_path / "tuned.yaml").read_text())
+    assert values == tuner.decided == {"precision": "fp32", "channels_last": True}
+    assert params.flags(run, train, without=tuner.decided) == "-p device cpu -p epochs 2 -p batch_size 4"
+
+
+@pytest.mark.parametrize("odd", ["\x1b[31merror\x1b[0m", "\udce4", "a\nb: [", "\u2028", "\x00", "# {", "é ✓"])
+def test_whatever_a_reason_says_the_file_is_read(odd):
+    text = deciding.as_yaml([f"for {odd}"], {"compile": "off", "accumulate": 2}, {"compile": odd, "accumulate": odd})
+    assert yaml.safe_load(text.encode()) == {"compile": "off", "accumulate": 2}
+    assert text.count("\n") == 4 and ("error" not in odd or 'off"  # error\n' in text)
+
+
 def test_the_time_is_kept_and_what_is_cut_says_so(make, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("rsnakit.tried.time.monotonic", lambda: clock[0])
