@@ -83,6 +83,9 @@ class Tuner(Tried):
         reasons = deciding.precision_reasons(best, found, others, self.unit)
         if self._refused:
             reasons["precision"] = f"{self._wanted} was asked for, but {self._refused}; {reasons['precision']}"
+        if self._now["grad_checkpointing"] != self.asked["grad_checkpointing"]:
+            batch = self.asked["batch_size"]
+            reasons["grad_checkpointing"] = f"without it batches of {batch} have no room in any precision"
         return self._keep("precision", rows, reasons)
 
     def compiling(self) -> pd.DataFrame:
@@ -115,7 +118,7 @@ class Tuner(Tried):
                 if pays < total and (mode == asked or beats(new.images_s, off.images_s)):
                     seconds[mode] = deciding.TIMES_COMPILED * cost + total / new.median
         best = min(seconds, key=seconds.get)
-        if any(words in found[asked].error for words in CUT):  # nothing is known against it
+        if _cut(found[asked]):  # nothing is known against it
             best, reasons[asked] = asked, f"as asked: {found[asked].error}"
         modes = sorted(MODES, key=lambda mode: mode != asked)
         rows = [row_of("compile", mode + names[mode], self._batch, found[mode], mode == best) for mode in modes]
@@ -219,13 +222,16 @@ class Tuner(Tried):
             found, best = self._best_of(list(tried.values()), lambda: left() - until)
             names = list(tried)
             if best is not None:
-                self._judge(names, list(tried.values()), found, best)
+                best = self._judge(names, list(tried.values()), found, best)
             rows = [
                 row_of("together", name, values["batch_size"], measured, place == best)
                 for place, (name, values, measured) in enumerate(zip(names, tried.values(), found, strict=True))
             ]
             for image_format in formats:
-                rows += self._other_store(image_format, left)
+                others = self._other_store(image_format, left)
+                for row in rows if others[-1]["chosen"] else ():
+                    row["chosen"] = False  # of all that was tried this is what is taken
+                rows += others
         for row in self._rows.get("loader", ()):
             row["chosen"] = row["name"] == feeding.loader_name(self._now["store_format"], self._now["num_workers"])
         return self._keep("together", rows, {})
@@ -239,14 +245,18 @@ class Tuner(Tried):
         for on, size in [(asked, batch), *([] if asked else [(True, batch)]), *smaller]:
             settings = [Setting(*pair, "off", on, size) for pair in pairs]
             found = self._in_turn(settings, left())
-            if any(each.images_s for each in found) or not any(map(deciding.lacks_room, found)):
+            if any(each.images_s for each in found):
                 self._now["grad_checkpointing"], self._batch = on, size
+                break
+            if not any(map(deciding.lacks_room, found)):  # a smaller batch would not help
                 break
         return found
 
     def _fastest_batch(self, found: Batches, limit_s: float) -> tuple[int, str] | None:
         """The fastest batch that was found, where it beats the one that is asked in turn with it; and why."""
-        asked, fits = self.asked["batch_size"], [size for size in found.tried if size["fits"] and size["batch"] > 1]
+        asked, least = self.asked["batch_size"], self._least_batch()
+        # A batch of more than an epoch holds would be smaller in training than the one that was timed.
+        fits = [size for size in found.tried if size["fits"] and least <= size["batch"] <= max(asked, self.epoch_items)]
         best = max(fits, key=lambda size: size["images_s"], default={"batch": asked})["batch"]
         if best == asked:
             return None
@@ -264,12 +274,13 @@ class Tuner(Tried):
                 steps = max(1, round(asked * accumulate / (best * self.world)))
                 self._now["accumulate"] = steps * self.world
             return f"{fastest[1]}; it decides the result, and lr goes with it: {self._step_in_words()}"
-        fits = found.largest >= asked or not found.tried or found.ended in ("time", "error")
-        if fits:
-            return "as asked, which fits" if found.largest >= asked else f"as asked: {_why(found)}"
-        least = max(2, self.train_config.min_positives + 1 if self.train_config.negatives_per_positive else 2)
+        if found.largest >= asked:
+            return "as asked, which fits"
+        least = self._least_batch()
         if found.largest < least:
-            return f"as asked, though it does not fit: not even {least} do ({_why(found)})"
+            if found.ended == "memory":
+                return f"as asked, though it does not fit: not even {least} do ({_why(found)})"
+            return f"as asked: {_why(found)}"
         batch, steps = deciding.same_step(asked, accumulate, found.largest, self.world, least)
         self._now |= {"batch_size": batch, "accumulate": steps}
         before, after = self.epoch_items, self._epoch_items(self.items, self.positives, batch, steps)
@@ -279,6 +290,11 @@ class Tuner(Tried):
                 f"; as min_positives counts for each batch, an epoch has {after:,} {self.unit} instead of {before:,}"
             )
         return text
+
+    def _least_batch(self) -> int:
+        """The smallest batch that training takes: there has to be a negative beside the positives of each."""
+        config = self.train_config
+        return max(2, config.min_positives + 1 if config.negatives_per_positive else 2)
 
     def _step_in_words(self) -> str:
         step, before = (of["batch_size"] * of["accumulate"] for of in (self._now, self.asked))
@@ -300,12 +316,13 @@ class Tuner(Tried):
             jobs.append((workload, values["precision"], values["num_workers"]))
         return stretches.best_of(jobs, left)
 
-    def _judge(self, names: Sequence[str], tried: Sequence[dict], found: Sequence[Measured], best: int) -> None:
-        """Takes what was best end to end; what was not measured, but chosen before, is not judged."""
+    def _judge(self, names: Sequence[str], tried: Sequence[dict], found: Sequence[Measured], best: int) -> int:
+        """Takes what was best end to end, and gives its number; what time was too short to measure, but was chosen before, is
+        not judged and stays."""
         now = dict(self._now)
         chosen = names.index("as chosen") if "as chosen" in names else 0
-        if best == 0 and chosen and found[chosen].error == NO_TIME:
-            return
+        if best == 0 and chosen and _cut(found[chosen]):
+            return chosen
         self._now, self._end_to_end = dict(tried[best]), found[best].median
         for name, value in now.items():
             if self._now[name] != value and name in self.reasons:
@@ -314,10 +331,12 @@ class Tuner(Tried):
                     "what was chosen", old.images_s, "what was asked", found[0].images_s, self.unit
                 )
                 if name == "num_workers":
-                    why = compared(names[best], found[best].images_s, names[chosen], old.images_s, self.unit)
+                    new, than = (f"with {deciding.counted(n, 'worker')}" for n in (self._now[name], value))
+                    why = compared(f"{new} it", found[best].images_s, than, old.images_s, self.unit)
                     self.reasons[name] = f"end to end {why}; {self.limit}"
                 else:
                     self.reasons[name] = f"as asked: end to end {why}; by itself: {self.reasons[name]}"
+        return best
 
     def _other_store(self, image_format: str, left: Callable[[], float]) -> list[dict]:
         """Rows of training from a sample of the store in two formats; the other one is taken where it is faster."""
@@ -358,6 +377,11 @@ def tune(
         for part in ("precisions", "compiling", "checkpointing", "batches", "loading", "together"):
             getattr(tuner, part)()
     return tuner
+
+
+def _cut(measured: Measured) -> bool:
+    """Whether time was too short to measure it, so that nothing is known."""
+    return any(words in measured.error for words in CUT)
 
 
 def _why(found: Batches) -> str:

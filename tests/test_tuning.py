@@ -183,7 +183,7 @@ def test_compiling_has_to_pay_within_the_training(make, epochs, best):
     rows = tuner.compiling().set_index("name")
     assert rows.index[1] == "default (pays after 50 steps)" and rows.index[2] == "max-autotune (never pays)"
     assert chosen(rows.reset_index())[0].split()[0] == best == tuner.settings["compile"]
-    assert "pays after 50 steps" in tuner.reasons["compile"]
+    assert "pays after 50 steps" in tuner.reasons["compile"] and "images/s as not compiled" in tuner.reasons["compile"]
     steps = tuner.epoch_items * epochs / 8
     assert f"this training has {steps:,.0f}" in tuner.reasons["compile"]
 
@@ -261,6 +261,50 @@ def test_the_asked_batch_stays_where_it_fits_and_both_precisions_are_measured(ma
     assert rows.loc[rows["batch"] == 64, "skipped"].eq(FULL).all()
 
 
+def test_what_fits_of_smaller_batches_is_taken_though_time_was_too_short_for_the_largest(make):
+    made = Made(lambda setting: 10.0)
+    tried = [
+        {"batch": 8, "fits": False, "images_s": math.nan, "why": FULL},
+        {"batch": 4, "fits": True, "images_s": 9, "why": ""},
+    ]
+    made.largest_batch = lambda setting, limit_s: Batches(4, tried, "time")
+    tuner = make(made)
+    tuner.batches()
+    assert tuner.settings == {"batch_size": 4, "accumulate": 2} and "fp32 at least 4" in tuner.reasons["batch_size"]
+    made.largest_batch = lambda setting, limit_s: Batches(0, tried[:1], "time")
+    tuner = make(made)
+    tuner.batches()
+    assert tuner.settings == {"batch_size": 8} and "as asked: the main memory" in tuner.reasons["batch_size"]
+
+
+def test_checkpointing_that_gives_room_is_among_the_settings_at_once(make):
+    tuner = make(Made(of_checkpointing, room=4), run=RunConfig(device="cpu", precision="fp32"))
+    tuner._trials.fits = lambda setting: setting.grad_checkpointing
+    tuner.precisions()
+    assert tuner.settings["grad_checkpointing"] is True and "8 have no room" in tuner.reasons["grad_checkpointing"]
+
+
+def test_a_model_without_blocks_is_not_checkpointed_for_want_of_room(make):
+    """Trials then refuse the second way, and not for room."""
+    tuner = make(
+        Made(lambda setting: "VGG: no blocks found to checkpoint" if setting.grad_checkpointing else 1.0, room=1)
+    )
+    tuner.precisions()
+    assert tuner._now["grad_checkpointing"] is False and "grad_checkpointing" not in tuner.settings
+
+
+def test_the_fastest_batch_is_one_that_training_takes(make):
+    """Trials repeat images, so that more fit than an epoch has."""
+    few = make(Made(lambda s: 10.0 + s.batch_size), tune_batch=True)
+    few.epoch_items = 20
+    few.batches()
+    assert few.settings["batch_size"] == 16
+    train = dataclasses.replace(TRAIN, batch_size=8, min_positives=4)
+    tuner = make(Made(lambda s: 100.0 / s.batch_size), train=train, tune_batch=True)
+    tuner.batches()
+    assert tuner.settings["batch_size"] == 8  # of 4 all would be positive
+
+
 @pytest.mark.parametrize(("accumulate", "expected"), [(0, 1), (4, 2)])
 def test_the_fastest_batch_is_taken_when_asked_for(make, accumulate, expected):
     train = dataclasses.replace(TRAIN, accumulate=accumulate)
@@ -323,7 +367,8 @@ def test_workers_are_taken_only_where_they_pay_end_to_end(make, loaders, runs, g
     assert tuner.settings["num_workers"] == workers
     assert tuner.table.query("part == 'loader'").pipe(chosen) == [f"block8, {workers} workers"]
     assert rows["name"].iloc[0] == "as asked" and tuner.rate == 3.0 * max(1, gain)
-    assert ("end to end" in tuner.reasons["num_workers"]) == (gain > 1)
+    said = "end to end with 2 workers it trains 1.5 times as many images/s as with 0 workers (4.5 against 3)"
+    assert tuner.reasons["num_workers"].startswith(said if gain > 1 else "as asked")
 
 
 @pytest.mark.parametrize(("gain", "best"), [(1.5, "raw16"), (1.0, "block8")])
@@ -336,6 +381,18 @@ def test_another_store_is_taken_only_where_it_pays_end_to_end(make, loaders, run
     assert rows["name"].tolist()[-2:] == ["from a sample as block8", "from a sample as raw16"]
     assert tuner.settings["store_format"] == best
     assert ("02_preprocess" in tuner.reasons["store_format"]) == (best == "raw16")
+    assert chosen(rows) == ["from a sample as raw16" if best == "raw16" else "as asked"]
+
+
+def test_what_was_chosen_stays_where_time_is_too_short_to_train_with_it(make, runs):
+    """It compiles first, say: that it is slower nobody has seen."""
+    late = "it was not done after 20 s, and was ended"
+    runs(lambda workload, precision, n: late if precision == "bf16" else 3.0)
+    tuner = make(Made(of_precision(fp32=10.0, bf16=20.0)), run=RunConfig(device="cpu", precision="fp32"))
+    tuner.precisions()
+    rows = tuner.together()
+    assert tuner.settings["precision"] == "bf16" and rows["skipped"].tolist() == ["", late]
+    assert chosen(rows) == [] and "end to end" not in tuner.reasons["precision"]
 
 
 @pytest.mark.parametrize(("end_to_end", "best"), [(2.0, "bf16"), (0.8, "fp32")])
