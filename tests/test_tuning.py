@@ -392,7 +392,7 @@ def test_what_was_chosen_stays_where_time_is_too_short_to_train_with_it(make, ru
     tuner.precisions()
     rows = tuner.together()
     assert tuner.settings["precision"] == "bf16" and rows["skipped"].tolist() == ["", late]
-    assert chosen(rows) == [] and "end to end" not in tuner.reasons["precision"]
+    assert chosen(rows) == ["as chosen"] and "end to end" not in tuner.reasons["precision"]
 
 
 @pytest.mark.parametrize(("end_to_end", "best"), [(2.0, "bf16"), (0.8, "fp32")])
