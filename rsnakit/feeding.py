@@ -5,6 +5,7 @@ is that a whole store is read from, it does not say.
 """
 
 import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -101,6 +102,19 @@ def loader_name(store_format: str, workers: int) -> str:
 def size_ratio(image_format: str, than: str, shape: tuple[int, int]) -> float:
     """How many times as large a store of a format is as one of another; PNG files count as large as they may become."""
     return record_bytes(image_format, shape) / record_bytes(than, shape)
+
+
+def no_room(store: Store, image_format: str) -> str:
+    """Why a store of all images in another format would be no faster than a sample of it is, or nothing: it has no room on the
+    disk, beside the one there is, or does not stay in memory, so that the disk decides."""
+    size, free = len(store) * record_bytes(image_format, store.shape), shutil.disk_usage(store.path).free
+    if size > free:
+        return f"{image_format} needs {size / 1e9:.2g} GB of disk, and {free / 1e9:.2g} are free"
+    there = measuring.available()
+    if size > there and size_ratio(image_format, store.manifest["format"], store.shape) > 1:
+        room = f"more than stay in memory ({there / 1e9:.2g})"
+        return f"{image_format} takes {size / 1e9:.2g} GB, {room}, and how fast the disk is was not measured"
+    return ""
 
 
 def loader(

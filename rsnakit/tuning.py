@@ -45,8 +45,8 @@ class Tuner(Tried):
 
     Parts may be called in any order, or left out; the order of `tune` is the best, as each goes on with what was chosen. Each
     gets a share of what is left of `tune_minutes`, gives up what takes longer, and says so. What was asked stays unless
-    something else is faster beyond the spread of the rounds, which take turns. Except for batch_size and accumulate nothing
-    here changes what a training comes to.
+    something else is faster beyond the spread of the rounds, which take turns. Except for batch_size and accumulate, and the
+    rounding of pixels in another store, nothing here changes what a training comes to.
 
     A context manager, since trials run in a process of their own: `with Tuner(...) as tuner: tuner.precisions()`. `close`
     ends it as well, and `together` does so by itself. Arguments, attributes and errors are those of `Tried`, with a
@@ -193,7 +193,7 @@ class Tuner(Tried):
                 device=self.device, limit_s=left(),
             )  # fmt: skip
         rate_of = dict(zip(zip(found["store_format"], found["workers"], strict=True), found["images_s"], strict=True))
-        self._candidates = deciding.loaders_worth_a_try(rate_of, asked, self._model_rate, self.device == "cpu")
+        self._candidates, without = self._loaders_with_room(rate_of, asked)
         by = "loader" if rate_of[asked] < self._model_rate else "model"
         self.limit = Limit(by, rate_of[asked], self._model_rate, *asked, self.unit)
         rows = []
@@ -203,7 +203,7 @@ class Tuner(Tried):
             chosen = (row.store_format, row.workers) == asked
             rows.append(row_of("loader", name, self._now["batch_size"], measured, chosen))
         kept = f"as asked: {self.limit}"
-        return self._keep("loader", rows, {"num_workers": kept, "store_format": kept})
+        return self._keep("loader", rows, {"num_workers": kept, "store_format": "; ".join([kept, *without])})
 
     def together(self) -> pd.DataFrame:
         """Trains in earnest, loader and all: with what was asked and with what was chosen, in turn; and with a loader that
@@ -237,6 +237,20 @@ class Tuner(Tried):
         return self._keep("together", rows, {})
 
     # ---- helpers
+
+    def _loaders_with_room(
+        self, rate_of: dict[tuple[str, int], float], asked: tuple[str, int]
+    ) -> tuple[list[tuple[str, int]], list[str]]:
+        """Loaders that are worth a try, and why stores that would be have no room."""
+        without: dict[str, str] = {}
+        while True:
+            rates = {key: rate for key, rate in rate_of.items() if key[0] not in without}
+            found = deciding.loaders_worth_a_try(rates, asked, self._model_rate, self.device == "cpu")
+            others = {name for name, _ in found if name != asked[0]}
+            reasons = {name: why for name in others if (why := feeding.no_room(self.store, name))}
+            if not reasons:
+                return found, list(without.values())
+            without |= reasons
 
     def _first_that_fit(self, pairs: Sequence[tuple[str, bool]], left: Callable[[], float]) -> list[Measured]:
         """Each precision and layout, in the first way in which any of them has room."""
@@ -359,7 +373,9 @@ class Tuner(Tried):
             why = compared(image_format, found[1].images_s, self.asked["store_format"], found[0].images_s, self.unit)
             size = feeding.size_ratio(image_format, self.asked["store_format"], self.store.shape)
             self.reasons["store_format"] = (
-                f"end to end {why}, from a sample; 02_preprocess has to make that store, {deciding.times(size)} times as big"
+                f"end to end {why}, from a sample in memory; 02_preprocess has to make that store, {deciding.times(size)} "
+                "times as big, in a store_dir of its own if one is named; pixels may differ by a rounding, so that a run that "
+                "has begun goes on with the store it has"
             )
             self.reasons["num_workers"] = self.reasons["store_format"]
         return [

@@ -3,12 +3,13 @@
 import dataclasses
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import yaml
 
-from rsnakit import data, deciding, params, stretches, tuning
+from rsnakit import data, deciding, feeding, params, stretches, tuning
 from rsnakit.engine import LoopConfig, TrainConfig
 from rsnakit.env import RunConfig
 from rsnakit.models import ModelConfig
@@ -393,6 +394,21 @@ def test_what_was_chosen_stays_where_time_is_too_short_to_train_with_it(make, ru
     rows = tuner.together()
     assert tuner.settings["precision"] == "bf16" and rows["skipped"].tolist() == ["", late]
     assert chosen(rows) == ["as chosen"] and "end to end" not in tuner.reasons["precision"]
+
+
+@pytest.mark.parametrize(("disk", "memory", "said"), [
+    (1000, 1e12, "raw16 needs"), (1e12, 1000, "raw16 takes"), (1e12, 1e12, ""),
+])  # fmt: skip
+def test_a_store_that_has_no_room_is_not_tried(make, loaders, runs, monkeypatch, disk, memory, said):
+    """A sample of it is in memory, where every format is fast."""
+    monkeypatch.setattr(feeding.shutil, "disk_usage", lambda _: SimpleNamespace(free=disk))
+    monkeypatch.setattr(feeding.measuring, "available", lambda: memory)
+    loaders(block8=1.0, raw16=20.0)
+    runs(lambda workload, precision, n: 3.0 * (1.5 if str(workload.store).endswith("raw16") else 1))
+    tuner = make(Made(lambda setting: 12.0), run=RunConfig(device="cpu", num_workers=2))
+    tuner.loading(), tuner.together()
+    assert tuner.settings["store_format"] == ("block8" if said else "raw16")
+    assert said in tuner.reasons["store_format"]
 
 
 @pytest.mark.parametrize(("end_to_end", "best"), [(2.0, "bf16"), (0.8, "fp32")])
