@@ -47,7 +47,8 @@ class Tally:
         """Notes a batch: its mean loss (), its cancer logits (B,), and `cancer` and `item` of the batch itself, (B,) on the
         CPU."""
         self._new["losses"].append(loss.detach())
-        self._new["logits"].append(logits.detach())
+        # A copy: where a compiled model replays what a GPU has recorded, its next logits come to lie in the same place.
+        self._new["logits"].append(logits.detach().clone())
         self._new["items"].append(batch["item"])
         self._new["labels"].append(batch["cancer"])
 

@@ -96,10 +96,13 @@ class Trainer:
         choice = env.choose_compile(self.device, self.loop.compile)
         if self.loop.compile != "off" and distributed.is_main():
             print(f"compile {choice.value}: {choice.reason}")
-        if choice.value != "off":
+        mode = choice.value
+        if mode == "max-autotune" and self.sampler.accumulate > distributed.world():
+            mode += "-no-cudagraphs"  # what a GPU has recorded replays into the same gradients, which could not add up
+        if mode != "off":
             for model in (self.model, self.ema and self.ema.module):
                 if model is not None:
-                    model.compile(mode=choice.value)
+                    model.compile(mode=mode)
 
     def dataset(self, images: pd.DataFrame, transform=None, aux=(), draw: bool = False) -> data.MammogramDataset:
         """A table's images, or the breasts they show, as the model takes them."""

@@ -66,6 +66,17 @@ def test_what_is_saved_is_a_plain_model_that_goes_on_plain(graphs, store, table,
         assert pd.read_csv(folder / "fold0" / "history.csv")["epoch"].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(("accumulate", "mode"), [(1, "max-autotune"), (2, "max-autotune-no-cudagraphs")])
+def test_gradients_that_add_up_are_not_recorded(store, table, tmp_path, monkeypatch, accumulate, mode):
+    """On a GPU a recorded backward pass writes to the same gradients again, and torch refuses to add to them."""
+    modes = []
+    monkeypatch.setattr(trainer.env, "choose_compile", lambda device, wanted: env.Choice(wanted, "tried"))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode: modes.append(mode))
+    config = dataclasses.replace(TRAIN, accumulate=accumulate)
+    trainer.Trainer(table, store, MODEL, config, LoopConfig(compile="max-autotune"), "cpu", "fp32", 0, 0, {}, None)
+    assert modes == [mode]
+
+
 @pytest.mark.slow
 def test_compiled_in_earnest(store, table, tmp_path):
     """By torch's own compiler, where this machine has what it needs."""

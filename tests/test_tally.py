@@ -245,3 +245,14 @@ def test_scores_of_all_processors_come_together(monkeypatch):
         np.testing.assert_allclose(found.scores, scores, atol=1e-6)
         assert found.loss == pytest.approx(log_loss(labels, scores), rel=1e-5)
         assert found.grad_norm == pytest.approx(1.5)
+
+
+def test_logits_may_be_written_over_afterwards():
+    """As a compiled model does that replays what a GPU has recorded."""
+    made = drawn()
+    tally, place = Tally(), torch.empty(max(SIZES))
+    for number, (loss, logits, batch) in enumerate(made, start=1):
+        out = place[: len(logits)].copy_(logits)
+        tally.add(loss, out, batch)
+        tally.add_step(torch.tensor(float(number)), True)
+    assert np.allclose(tally.scored().scores, whole(made)[1])
