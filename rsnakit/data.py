@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -107,15 +108,20 @@ class MammogramDataset(Dataset):
             under its name, a class number or NaN. Of a breast, `image` is (V, 1, H, W), and `view_mask` (V,) bool, all True,
             and `view_id` (V,) int64 come with it.
         """
-        return self.__getitems__([item])[0]
+        return self._samples([item], lend=False)[0]
 
     def __getitems__(self, items: Sequence[int | tuple[int, int, int]]) -> "Samples":
         """Several items, as a loader asks for a batch; their images lie in one tensor, where `collate` finds them."""
+        # Elsewhere than on Linux a GPU may be reading still what the parent has let go of (MPS: it copies later).
+        return self._samples(items, lend=get_worker_info() is not None and sys.platform == "linux")
+
+    def _samples(self, items: Sequence[int | tuple[int, int, int]], lend: bool) -> "Samples":
+        """Several items; `lend`: their images lie in memory that goes to the parent."""
         drawn = [self._draw(item) for item in items]
         most = max(len(images) for images, _ in drawn)
         shape = len(items), most, 1, *self.store.shape
-        # New memory is slow, as the system has to bring it page by page: images are written to it once, and never moved.
-        lent = MEMORY.lend(shape) if get_worker_info() else None
+        # New memory is slow, as the system has to bring it page by page: images are put where they stay.
+        lent = MEMORY.lend(shape) if lend else None
         batch = torch.from_numpy(np.empty(shape, np.float32)) if lent is None else lent.values
         for place, (images, _) in zip(batch, drawn, strict=True):
             for view, (row, seed) in zip(place, images, strict=False):
@@ -173,7 +179,8 @@ class Samples(list):
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Samples of `MammogramDataset` as a batch. Breasts are padded to as many views as the one with the most has: with zeros,
-    and False in `view_mask`."""
+    and False in `view_mask`. What a worker makes of samples that it was asked for together has a `Lent` as its `image`, which
+    arrives as a tensor."""
     images = getattr(samples, "images", None)
     if images is not None:  # in one tensor already
         rest = collate([{name: value for name, value in sample.items() if name != "image"} for sample in samples])

@@ -1,35 +1,35 @@
-"""Memory that a loader's worker shares with its parent, and uses again once the parent has let go of it.
+"""Memory that a loader's worker shares with its parent, and uses again once both have let go of it.
 
 New shared memory is slow: the system brings it page by page, which for images of half a megapixel takes longer than reading and
 augmenting them. So a worker keeps the memory of its batches, and writes a batch where the parent is done with an older one.
 """
 
 import math
+import os
 import weakref
 from typing import Any
 
 import numpy as np
 import torch
 
-HEADER = 64  # bytes before the values; the first says whether a batch is out. So many keep the values aligned
-FREE, OUT = 0, 1
-MOST = 3  # pieces that a worker keeps: two batches that it is ahead, as torch has it, and the one in use
+HEADER = 64  # bytes before the values, so many that these are aligned; the first two say who holds them
+WORKER, PARENT = 0, 1  # where in the header
+MOST = 4  # pieces that a worker keeps: two batches that it is ahead, as torch has it, the one in use, and the one before it
 
 
 class Lent:
     """A batch's memory on its way to the parent, where it arrives as a tensor of its own: `values` as they are then.
 
-    The parent's tensor may be kept as long as one likes, and so may its views: the memory is free when the last one is gone.
-    What is never sent is free when this is gone.
+    Either side may keep its tensor as long as it likes, and views of it: the memory is free when the last one is gone on both.
+    A view that is sent by itself is copied, as any tensor is that is not in shared memory. A Lent is sent once.
 
     Attributes:
         values: float32 tensor to be filled.
     """
 
     def __init__(self, piece: torch.Tensor, shape: tuple[int, ...]) -> None:
-        self._piece, self._sent = piece, False
-        self.values = piece[HEADER : HEADER + 4 * math.prod(shape)].view(torch.float32).view(shape)
-        piece[0] = OUT
+        self._piece = piece
+        self.values = _held(piece, shape, WORKER)
 
     def take(self, values: torch.Tensor) -> "Lent":
         """Has the parent get all of this memory in the shape of `values`, a view of it."""
@@ -37,12 +37,8 @@ class Lent:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._sent = True
-        return _receive, (self._piece, tuple(self.values.shape))
-
-    def __del__(self) -> None:
-        if not self._sent:
-            self._piece[0] = FREE
+        self._piece[PARENT] = True  # from now on, and not when it is unpacked: until then nobody else holds it
+        return _held, (self._piece, tuple(self.values.shape), PARENT)
 
 
 class Pool:
@@ -63,7 +59,7 @@ class Pool:
             RuntimeError: there is no shared memory left.
         """
         size = HEADER + 4 * math.prod(shape)
-        free = [piece for piece in self.pieces if piece[0] == FREE]
+        free = [piece for piece in self.pieces if not piece[: PARENT + 1].any()]
         piece = min((piece for piece in free if len(piece) >= size), key=len, default=None)
         if piece is None:
             if free:  # too small: batches have grown
@@ -76,19 +72,21 @@ class Pool:
 
 
 def _new(size: int) -> torch.Tensor:
-    """Bytes in shared memory, as torch's own collate gets it."""
+    """Bytes in shared memory, as torch's own collate gets it; 0 at first."""
     storage = torch.empty(0, dtype=torch.uint8)._typed_storage()._new_shared(size, device="cpu")
-    return torch.empty(0, dtype=torch.uint8).new(storage).resize_(size)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").new(storage).resize_(size)
 
 
-def _receive(piece: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The parent's tensor of what was lent."""
+def _held(piece: torch.Tensor, shape: tuple[int, ...], holder: int) -> torch.Tensor:
+    """The values of a piece as a tensor, which `holder` holds until it and all its views are gone."""
     whole = piece.numpy()
+    whole[holder] = True
     values = whole[HEADER : HEADER + 4 * math.prod(shape)].view(np.float32).reshape(shape)
     # The tensor holds this array, and every view of the tensor holds the tensor's storage, which holds it, too.
-    weakref.finalize(values, _let_go, whole).atexit = False
+    weakref.finalize(values, _let_go, whole, holder, os.getpid()).atexit = False
     return torch.from_numpy(values)
 
 
-def _let_go(whole: np.ndarray) -> None:
-    whole[0] = FREE
+def _let_go(whole: np.ndarray, holder: int, process: int) -> None:
+    if os.getpid() == process:  # a process that was forked since has the tensor as well, and it is not its own
+        whole[holder] = False

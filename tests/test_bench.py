@@ -446,10 +446,9 @@ def test_loader_time_compares_loaders_of_the_same_images(tmp_path):
 
 
 def test_loader_time_names_what_limits():
-    parts = {"block8": 0.2, "light": 0.9, "written to new shared memory": 1.5}
+    parts = {"block8": 0.2, "light": 0.9, "written to memory that is there": 0.1, "written to new shared memory": 1.5}
     assert loader_time.limit_of(("block8", "light"), parts) == (
-        "limit: new shared memory for the batch (ms a sample in a worker: new shared memory for the batch 1.50, "
-        "augmentation 0.90, decoding 0.20)"
+        "limit: augmentation (ms a sample in a worker: augmentation 0.90, decoding 0.20, writing to the batch 0.10)"
     )
     assert loader_time.limit_of(("block8", "none"), {**parts, "block8": 2}).startswith("limit: decoding")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from rsnakit import augment, store
 from rsnakit.data import MammogramDataset, collate, grouped, per_breast, sample_seed, usable, worker_init
@@ -408,12 +408,31 @@ def test_a_worker_writes_a_batch_to_memory_that_it_shares(small):
     dataset = MammogramDataset(BREASTS, small)
 
     def stay(samples):
-        shared = isinstance(samples.images, Lent) and samples.images.values.is_shared()
-        return {**collate(samples), "shared": torch.tensor(shared)}
+        return {**collate(samples), "shared": torch.tensor(isinstance(samples.images, Lent))}
 
     for workers, shared in (0, False), (1, True):
         loader = DataLoader(dataset, 3, num_workers=workers, collate_fn=stay, worker_init_fn=worker_init)
         assert [bool(batch["shared"]) for batch in loader] == [shared] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_items_of_a_worker_stay_what_they_are_however_they_are_collated(small, workers):
+    """One by one, as a dataset around this one asks for them, and without this module's collate, which would lend memory."""
+    dataset = MammogramDataset(BREASTS, small)
+    expected = [dataset[number]["image"] for number in range(len(dataset))]
+    found = {
+        "around": [
+            image for batch in DataLoader(ConcatDataset([dataset]), 3, num_workers=workers) for image in batch["image"]
+        ],
+        "no batches": [sample["image"] for sample in list(DataLoader(dataset, None, num_workers=workers))],
+        "listed": [
+            sample["image"]
+            for batch in list(DataLoader(dataset, 2, num_workers=workers, collate_fn=list))
+            for sample in batch
+        ],
+    }
+    for images in found.values():
+        assert len(images) == len(expected) and all(torch.equal(a, b) for a, b in zip(images, expected, strict=True))
 
 
 def test_groups_keep_their_members_in_order():

@@ -244,7 +244,7 @@ def limit_of(way: tuple[str, str], parts: dict[str, float]) -> str:
     """What takes longest of a sample in a worker, of the parts of its way."""
     of = {
         "augmentation": parts.get(way[1], 0.0),
-        "new shared memory for the batch": parts["written to new shared memory"],
+        "writing to the batch": parts["written to memory that is there"],
     }
     of["decoding"] = parts["PNG, read and decoded" if way[0] == USUAL else way[0]]
     most = max(of, key=of.get)
