@@ -4,11 +4,11 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from rsnakit import states
@@ -93,40 +93,49 @@ def advance(
     """
     if program is not None:
         leaves = settle(leaves, program)
-    try:
+    with explained():
         if checkpoint and torch.is_grad_enabled():
             found = checkpointed(chunk, *leaves, use_reentrant=False)
         else:
             found = chunk(*leaves)
-    except Exception as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        raise explained from error
     return list(found[: len(leaves)]), list(found[len(leaves) :])
 
 
 def seconds(
-    chunk: Callable, leaves: list[torch.Tensor], program: Program | None, checkpoint: bool, times: int = 1
-) -> float:
+    chunk: Callable, leaves: list[torch.Tensor], program: Program, checkpoint: bool, times: int = 1, in_a_row: int = 1,
+    eager: bool = False,
+) -> float:  # fmt: skip
     """That a chunk takes, backward included where there are gradients; the mean of several, from the same state each.
 
     From the same, since a step may count, and look up in a table as long as the loop.
+
+    Args:
+        program: what a state is like, for plain steps as well: these, too, begin with gradients where others do.
+        in_a_row: chunks that are timed at once. A GPU is waited for after the last, as in a run: after each, small ones would
+            be timed by how long it takes to start them.
+        eager: the chunk is of plain steps.
+
+    Raises:
+        CompileError: it is compiled now, and that fails.
     """
-    taken, begin = 0.0, [leaf.detach() for leaf in leaves]
+    taken, begin = 0.0, settle([leaf.detach() for leaf in leaves], program)
     for _ in range(times):
-        leaves = begin
+        found, recorded = begin, []
         mark = torch.zeros((), requires_grad=True).view(()).grad_fn if torch.is_grad_enabled() else None
         begun = now(leaves)
-        leaves, records = advance(chunk, leaves, program, checkpoint)
+        for _ in range(in_a_row):
+            found, records = advance(chunk, found, None if eager else program, checkpoint)
+            recorded += records
         taken += now(leaves) - begun
-        results = [x for x in (*leaves, *records) if x.requires_grad]
-        if results:
+        if mark is not None:
+            results = [x for x in (*found, *recorded) if x.grad_fn is not None and _younger(x.grad_fn, mark)]
             edges, ones = _edges(results, mark), [torch.ones_like(x) for x in results]
             begun = now(leaves)
-            torch.autograd.grad(results, edges, ones, allow_unused=True)
+            if results:
+                with explained():  # backward is compiled when it is asked for
+                    torch.autograd.grad(results, edges, ones, allow_unused=True)
             taken += now(leaves) - begun
-    return max(taken / times, 1e-9)
+    return max(taken / (times * in_a_row), 1e-9)
 
 
 def random_numbers_kept(leaves: list[torch.Tensor]) -> contextlib.AbstractContextManager:
@@ -165,13 +174,13 @@ def settle(leaves: list[torch.Tensor], program: Program) -> list[torch.Tensor]:
     return settled
 
 
-def _edges(results: list[torch.Tensor], mark: Any) -> list[GradientEdge]:
+def _edges(results: list[torch.Tensor], mark: Node) -> list[GradientEdge]:
     """Where the graph of the results, as far as it is younger than the mark, comes from: to go back so far and no further."""
-    begun, edges, nodes = mark._sequence_nr(), set(), [x.grad_fn for x in results if x.grad_fn is not None]
+    edges, nodes = set(), [x.grad_fn for x in results]
     seen = set(nodes)
     for node in nodes:
         for before, number in node.next_functions:
-            if before is not None and (not before.next_functions or before._sequence_nr() < begun):
+            if before is not None and (not before.next_functions or not _younger(before, mark)):
                 edges.add((before, number))
             elif before is not None and before not in seen:
                 seen.add(before)
@@ -179,11 +188,17 @@ def _edges(results: list[torch.Tensor], mark: Any) -> list[GradientEdge]:
     return [GradientEdge(*edge) for edge in edges]
 
 
+def _younger(node: Node, mark: Node) -> bool:
+    return node._sequence_nr() >= mark._sequence_nr()
+
+
 def now(leaves: list[torch.Tensor]) -> float:
     """The clock, once the devices have done what they were given."""
-    for kind in {leaf.device.type for leaf in leaves} - {"cpu", "meta"}:
-        with contextlib.suppress(AttributeError):
-            getattr(torch, kind).synchronize()
+    for device in {leaf.device for leaf in leaves}:
+        if device.type in ("cuda", "xpu"):
+            getattr(torch, device.type).synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()
     return time.perf_counter()
 
 
@@ -191,6 +206,18 @@ def hits() -> int:
     """How often something compiled was found on the disk."""
     counters = torch._dynamo.utils.counters
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """A context in which a compiler's error becomes a CompileError; others pass."""
+    try:
+        yield
+    except Exception as error:
+        found = explain(error)
+        if found is None:
+            raise
+        raise found from error
 
 
 def explain(error: Exception) -> CompileError | None:

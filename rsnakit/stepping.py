@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from rsnakit import chunks
+from rsnakit import chunks, failures
 from rsnakit.chunks import CompileError, Program
 from rsnakit.states import Form
 
@@ -64,7 +64,8 @@ def compile_steps(
     Raises:
         TypeError, ValueError: step can't be called, n, total or a size is no count, or "auto" lacks state or total; a state
             holds something else, or a step changes what has to stay (`state.p[0]: shape ...`).
-        CompileError: n="auto", and a step can't be compiled as one graph. What this machine can't compile is left out.
+        CompileError: n="auto", and a step can't be compiled as one graph. What this machine can't compile, or for which its
+            memory does not do, is left out.
     """
     for name, function in (("step", step), ("record", record)):
         if not callable(function) and not (name == "record" and function is None):
@@ -87,7 +88,8 @@ class Steps:
     The first state in a mode (with gradients, under no_grad, in inference_mode, under autocast) compiles a chunk of n steps
     and one of a single step for what remains; after that nothing is compiled, however many steps are asked for. Every Steps
     has a cache of its own in torch.compile. With the backend "inductor" on a CPU results are those of the plain loop to the
-    bit where a step adds and multiplies; sums, exp and their like may differ in the last digits.
+    bit where a step adds and multiplies; sums, exp and their like, and gradients, may differ in the last digits (in float32
+    by 1e-4 of the values after 23 steps). Compiled chunks have no second derivatives.
 
     Attributes:
         n: steps a chunk, and a call.
@@ -232,7 +234,7 @@ class Steps:
             program = self._look(leaves)
             plain = min(total, self._size_eager(total), PLAIN)
             ways, trials = self._try(leaves, program, total, budget_s, sizes)
-            chunk_s = self._in_turn({0: self._unrolled(plain)} | ways, leaves, program, budget_s)
+            chunk_s = self._in_turn({0: self._unrolled(plain)} | ways, leaves, program, plain, budget_s)
         run_s = {n: total // n * chunk_s[n] + total % n * chunk_s[1] for n in ways} | {0: total / plain * chunk_s[0]}
         self.report = _report(trials, run_s, total, calls, sizes)
         chosen = int(self.report["n"][self.report["chosen"]].iloc[0])
@@ -251,7 +253,7 @@ class Steps:
         ways: dict[int, Callable] = {}
         trials: dict[int, dict[str, Any]] = {}
         spent = expected = 0.0
-        failed = ""
+        failed = None
         if budget_s and self._backend == "inductor":
             try:
                 spent = chunks.start_compiler(leaves[0].device, self._backend)
@@ -273,23 +275,23 @@ class Steps:
                 try:
                     ways[size] = self._compile(size, leaves, program)
                     trials[size] = {"compile_s": time.perf_counter() - begun, "cached": chunks.hits() > hits}
-                except CompileError as error:
-                    if error.by_step:
+                except Exception as error:
+                    if (failed := _why_not(error, size)) is None:
                         raise
-                    failed = str(error)
                     trials[size] = {"left_out": failed}
                 spent += time.perf_counter() - begun
         return ways, trials
 
     def _in_turn(
-        self, ways: dict[int, Callable], leaves: list[torch.Tensor], program: Program, limit_s: float
+        self, ways: dict[int, Callable], leaves: list[torch.Tensor], program: Program, plain: int, limit_s: float
     ) -> dict[int, float]:
-        """Median seconds of each way's chunk, in rounds of all, since a machine's speed drifts."""
+        """Median seconds of each way's chunk, of way 0 `plain` steps; in rounds of all, since a machine's speed drifts."""
+        in_a_row = {n: max(1, plain // n) if n else 1 for n in ways}
 
         def seconds(n: int, times: int) -> float:
-            return chunks.seconds(ways[n], leaves, program if n else None, self._checkpoint, times)
+            return chunks.seconds(ways[n], leaves, program, self._checkpoint, times, in_a_row[n], eager=n == 0)
 
-        times = {n: math.ceil(LEAST_S / seconds(n, 1)) for n in ways}
+        times = {n: math.ceil(LEAST_S / (in_a_row[n] * seconds(n, 1))) for n in ways}
         found: dict[int, list[float]] = {n: [] for n in ways}
         begun = time.perf_counter()
         for _ in range(ROUNDS):
@@ -305,9 +307,11 @@ def _report(trials: dict[int, dict], run_s: dict[int, float], total: int, calls:
     rows = []
     for n in (0, *sizes):
         trial = trials.get(n, {})
-        row = {"n": n, "chosen": False, "left_out": trial.get("left_out", ""), "cached": trial.get("cached", False)}
+        row = {"n": n, "chosen": False, "left_out": trial.get("left_out", ""), "cached": False}
         if n in run_s:
-            compile_s = sum(trials[size]["compile_s"] for size in {0, 1, n}) if n else 0.0
+            parts = [trials[size] for size in {0, 1, n}] if n else []
+            compile_s = float(sum(part["compile_s"] for part in parts))
+            row["cached"] = any(part.get("cached", False) for part in parts)
             gain = run_s[0] - run_s[n]
             row |= {"compile_s": compile_s, "ms_step": 1000 * run_s[n] / total, "run_s": run_s[n]}
             row["total_s"] = compile_s + calls * run_s[n]
@@ -316,6 +320,14 @@ def _report(trials: dict[int, dict], run_s: dict[int, float], total: int, calls:
     report = pd.DataFrame(rows)[COLUMNS]
     report.loc[report["total_s"].idxmin(), "chosen"] = True
     return report
+
+
+def _why_not(error: Exception, size: int) -> str | None:
+    """Why a size is left out for an error; None where it is the step's own."""
+    if isinstance(error, CompileError):
+        return None if error.by_step else str(error)
+    kind = failures.what_ran_out(error)
+    return f"a chunk of {size} steps: {failures.ADVICE[kind][0]}" if kind in ("GPU", "memory") else None
 
 
 def _more_gradients(leaves: list[torch.Tensor], program: Program) -> bool:

@@ -7,7 +7,9 @@ for. What inductor gives is told at the end.
 import dataclasses
 import functools
 import gc
+import itertools
 import math
+import types
 from typing import NamedTuple
 
 import numpy as np
@@ -540,8 +542,8 @@ class Clock:
     def __init__(self, monkeypatch, compile_s, chunk_s):
         self.now, real, seconds = 0.0, Steps._compile, chunks.seconds
 
-        def timed(chunk, leaves, program, checkpoint, times=1):
-            seconds(chunk, leaves, program, checkpoint)
+        def timed(chunk, leaves, program, checkpoint, *_, eager=False):
+            seconds(chunk, leaves, program, checkpoint, eager=eager)
             return chunk_s(getattr(chunk, "size", 0))
 
         def compiled(steps, size, leaves, program):
@@ -632,6 +634,90 @@ def test_trials_leave_gradients_and_random_numbers_alone(passes):
     steps.run(torch.ones(3), 8).sum().backward()
     assert z.grad.abs().min() > 0 and len(passes.graphs) == 4
     assert (steps.report["ms_step"] > 0).all() and steps.report["chosen"].sum() == 1
+
+
+def test_all_ways_are_timed_alike(graphs, monkeypatch):
+    """With gradients, also where the state alone has some, and as many steps at once: a GPU is waited for after the last."""
+    notes, advance, now, in_turn = [], chunks.advance, chunks.now, Steps._in_turn
+
+    def noted(chunk, leaves, program, checkpoint):
+        notes.append(("plain loop" if program is None else "compiled", leaves[0].requires_grad))
+        return advance(chunk, leaves, program, checkpoint)
+
+    monkeypatch.setattr(chunks, "advance", noted)
+    monkeypatch.setattr(chunks, "now", lambda leaves: notes.append("wait") or now(leaves))
+    monkeypatch.setattr(Steps, "_in_turn", lambda *args: notes.clear() or in_turn(*args))
+    state = torch.ones(3, requires_grad=True)
+    compile_steps(torch.sin, "auto", state=state, total=50, chunks=(1, 5, 25), budget_s=100, backend=graphs)
+    assert set(notes) == {"wait", ("plain loop", True), ("compiled", True)}
+    in_a_row = [len(list(run)) for kind, run in itertools.groupby(notes, lambda note: note == "wait") if not kind]
+    # Ten steps at once by the plain loop, in chunks of one, of five, or once a chunk of 25; a wait before and after each.
+    assert set(in_a_row) == {1, 10, 2} and in_a_row[:4] == [1, 10, 2, 1]
+
+
+def test_the_device_of_the_state_is_waited_for(monkeypatch):
+    """And not the current one, as torch has it where it isn't told."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    devices = [torch.device(name) for name in ("cuda:1", "cpu", "cuda:1", "meta")]
+    chunks.now([types.SimpleNamespace(device=device) for device in devices])
+    assert waited == [torch.device("cuda:1")]
+
+
+def test_trials_walk_back_no_further_than_the_steps(passes):
+    """What is recorded may stand outside of the step, and a tensor may pass through it as it is."""
+    z = torch.ones(3, requires_grad=True)
+    w, x = z.exp(), torch.ones(3, requires_grad=True)
+    options = {"total": 8, "chunks": (1, 4), "backend": passes, "budget_s": 100}
+    compile_steps(lambda x: x * w, "auto", state=torch.ones(3), record=lambda x: w, **options)
+    compile_steps(lambda x: x * 2, "auto", state=torch.ones(3), record=lambda x: x + w.square(), **options)
+    compile_steps(lambda s: (s[0], s[1] + 1), "auto", state=(x, torch.zeros(1)), **options)
+    assert torch.autograd.grad(w.square().sum(), z)[0].tolist() == pytest.approx(
+        [2 * math.e**2] * 3
+    )  # its graph is whole
+
+
+def test_sizes_for_which_memory_does_not_do_are_left_out(graphs):
+    def small(graph, inputs):
+        if len(graphs(graph, inputs).__self__.graph.nodes) <= 40:  # four to a step, and three more
+            return graph.forward
+
+        def full(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        return full
+
+    steps = compile_steps(
+        spring, "auto", state=start(), total=100, chunks=(1, 5, 10, 25), calls=10**9, backend=small, budget_s=100
+    )
+    report = steps.report.set_index("n")
+    assert (
+        not report["left_out"][[0, 1, 5]].any()
+        and report["left_out"][[10, 25]].tolist() == ["a chunk of 10 steps: the GPU's memory is used up"] * 2
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        compile_steps(spring, 10, backend=small)(start())
+
+
+def test_a_backward_pass_that_cannot_be_compiled_is_an_error_or_left_out(passes):
+    def broken(graph, inputs):
+        raise torch._dynamo.exc.BackendCompilerFailed(broken, OSError("no compiler here"), None)
+
+    backend = aot_autograd(fw_compiler=passes.graphs.boxed, bw_compiler=broken)
+    x, said = torch.ones(3, requires_grad=True), "torch.compile failed on the step.* no compiler here"
+    with pytest.raises(CompileError, match=said):
+        compile_steps(torch.sin, 3, backend=backend).warm_up(x)
+    steps = compile_steps(torch.sin, "auto", state=x, total=9, backend=backend, chunks=(1, 3))
+    assert steps.eager and steps.report["left_out"][1:].str.contains(said).all()
+
+
+def test_a_size_is_cached_where_the_single_step_was():
+    """Its seconds are part of the size's."""
+    trials = {
+        0: {"compile_s": 1.0}, 1: {"compile_s": 0.1, "cached": True}, 5: {"compile_s": 3.0, "cached": False},
+    }  # fmt: skip
+    report = stepping._report(trials, {0: 9.0, 1: 2.0, 5: 1.0}, 100, 1, [1, 5])
+    assert report["cached"].tolist() == [False, True, True] and report["compile_s"].tolist() == [0, 1.1, 4.1]
 
 
 def test_the_plain_loop_is_checkpointed_too():
