@@ -2,10 +2,10 @@
 
 The store's 8+1 bits take 9 bits a value and give each block of values a step of its own, so that quiet parts keep their
 digits beside loud ones, which one scale for all takes from them: of waveforms late arrivals are off by 0.6 % in blocks and
-by 24 % in int8. They don't pay where float32 comes from the page cache, since it is not computed with at all: 22 MB of
-waveforms loaded in 1.2 ms, as 8+1 bits in 9 to 11 ms, as float16 in 17 to 24 ms, on one of two cores of an AMD EPYC that was
-busy otherwise (tests/bench/formats_time.py). They pay where reading is slower than 1.6 GB/s or so (`pays_below` tells that of
-a machine): from most disks and networks, and where the page cache holds the small array and has no room for the large one.
+by 24 % in int8. They don't pay where files come from the page cache: 22 MB of waveforms loaded as float32 in 0.9 ms, as
+float16 in 1.2, as 8+1 bits in 4.3, on one of two cores of an AMD EPYC (tests/bench/formats_time.py). They pay where reading is
+slower than 5 GB/s or so (`pays_below` tells that of a machine), against float16 slower than 1.6 GB/s: from most disks and
+networks, and where the page cache holds the small array and has no room for the large one.
 """
 
 import math
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 
 from rsnakit.blocks import Blocks, dequantize_blocks, quantize_blocks
 
@@ -84,13 +85,16 @@ def round_trip(x: np.ndarray, name: str, folder: Path | str, block: int = 64) ->
 
 
 def pays_below(table: pd.DataFrame, name: str = BLOCKS) -> float:
-    """The speed of reading, in bytes a second, below which a format loads faster than float32; inf: it always does.
+    """The speed of reading, in bytes a second, below which a format loads faster than float32; inf: it does in the page
+    cache already; 0: never.
 
     Bytes that are not read are weighed against the time that is computed more, both as `compare` found them in the page cache.
     """
     spared = float(table.loc[FLOAT32, "bytes"] - table.loc[name, "bytes"])
     longer = float(table.loc[name, "load_ms"] - table.loc[FLOAT32, "load_ms"]) / 1000
-    return spared / longer if longer > 0 else math.inf
+    if longer <= 0:
+        return math.inf
+    return max(0.0, spared / longer)
 
 
 # Each writes float32 values and gives the files and a function that loads them as float32.
@@ -100,7 +104,16 @@ _Stored = tuple[list[Path], Callable[[], np.ndarray]]
 def _write_float(values: np.ndarray, path: Path, dtype: type) -> _Stored:
     with np.errstate(over="ignore"):  # told by the error, which is infinite
         values.astype(dtype).tofile(path)
-    return [path], lambda: np.fromfile(path, dtype).reshape(values.shape).astype(np.float32, copy=False)
+
+    def load() -> np.ndarray:
+        stored = np.fromfile(path, dtype).reshape(values.shape)
+        if dtype is np.float32:
+            return stored
+        loaded = np.empty(values.shape, np.float32)
+        torch.from_numpy(loaded).copy_(torch.from_numpy(stored))  # which takes NumPy nine times as long, value by value
+        return loaded
+
+    return [path], load
 
 
 def _write_blocks(values: np.ndarray, path: Path, block: int) -> _Stored:

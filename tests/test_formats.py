@@ -165,6 +165,8 @@ def test_the_speed_of_reading_below_which_a_format_pays():
     )
     assert formats.pays_below(table) == pytest.approx(500e6)  # 2 MB less to read for 4 ms more to compute
     assert formats.pays_below(table, "int8, one scale") == math.inf
+    table.loc["8+1 bits", "bytes"] = 5e6  # as of a few values, whose block is written whole
+    assert formats.pays_below(table) == 0
 
 
 # ---- what is refused
