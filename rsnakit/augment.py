@@ -89,10 +89,12 @@ def costs(name: str, images: Sequence[np.ndarray], rounds: int = 5) -> pd.DataFr
         for `none`.
 
     Raises:
-        ValueError: no such name, no image, or one that the pipeline refuses.
+        ValueError: no such name, no image or no round, or an image that the pipeline refuses.
     """
     if not len(images):
         raise ValueError("costs of augmentation: no images; give at least one")
+    if rounds < 1:
+        raise ValueError(f"costs of augmentation: {rounds} rounds, expected at least 1")
     pipeline = build(name, *images[0].shape)
     seconds: dict[str, float] = {}
     if pipeline is not None:
@@ -132,20 +134,26 @@ class FlipsAndWarp(A.Affine):
 
     Args:
         flip_p: how often each flip comes, between 0 and 1.
-        warp_p: how often the warp comes.
+        warp_p: how often the warp comes, likewise.
         p: how often any of it may come.
         affine: as `A.Affine` takes it.
+
+    Raises:
+        ValueError: a share is not between 0 and 1, or what `A.Affine` raises.
     """
 
     def __init__(self, flip_p: float = 0.5, warp_p: float = 0.9, p: float = 1.0, **affine: Any) -> None:
+        for name, share in (("flip_p", flip_p), ("warp_p", warp_p)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"FlipsAndWarp: {name} is {share}, expected a number between 0 and 1")
         super().__init__(**affine, p=p)
         self.flip_p = flip_p
         self.warp_p = warp_p
 
     def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         height, width = params["shape"][:2]
-        across, down = self.py_random.random() < self.flip_p, self.py_random.random() < self.flip_p
-        if self.warp_p >= 1 or self.py_random.random() < self.warp_p:
+        across, down = self._comes(self.flip_p), self._comes(self.flip_p)
+        if self._comes(self.warp_p):
             drawn = super().get_params_dependent_on_data(params, data) | {"flip": None}
         else:
             drawn = {
@@ -157,6 +165,10 @@ class FlipsAndWarp(A.Affine):
             mirrored[:2, 2] = across * (width - edge), down * (height - edge)
             drawn[name] = drawn[name] @ mirrored
         return drawn
+
+    def _comes(self, share: float) -> bool:
+        """Whether what has this share comes now; for what is certain albumentations draws no number."""
+        return share >= 1 or (share > 0 and self.py_random.random() < share)
 
     def apply(self, img: np.ndarray, flip: tuple[bool, bool] | None, **params: Any) -> np.ndarray:
         if flip is None:

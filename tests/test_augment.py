@@ -263,6 +263,19 @@ def test_flips_and_warp_in_one_are_those_of_albumentations_one_after_another(sha
         assert exact >= 25  # of 40 that are flips alone, with a deviation of 4.5
 
 
+@pytest.mark.parametrize(("flip_p", "warp_p"), [(0, 0.5), (1, 0.5), (0.5, 0), (1, 1), (0, 0)])
+def test_what_is_certain_draws_no_number_just_as_in_albumentations(flip_p, warp_p):
+    """So that what comes after it draws the same ones."""
+    after = A.RandomBrightnessContrast(p=0.5)
+    merged = augment.Augment([augment.FlipsAndWarp(flip_p=flip_p, warp_p=warp_p, **WARP), after])
+    flips = A.HorizontalFlip(p=flip_p), A.VerticalFlip(p=flip_p)
+    expected, image = augment.Augment([*flips, A.Affine(**WARP, p=warp_p), after]), smooth((57, 33), np.float32)
+    for seed in range(20):
+        assert np.abs(merged(image, seed) - expected(image, seed)).mean() < 0.002
+    with pytest.raises(ValueError, match="expected a number between 0 and 1"):
+        augment.FlipsAndWarp(flip_p=1.5)
+
+
 def test_flips_alone_are_exact_and_come_as_often_as_they_should():
     image = np.random.default_rng(0).random((7, 5), dtype=np.float32)
     ways = {
@@ -365,6 +378,8 @@ def test_costs_name_every_transform_of_a_pipeline():
     assert augment.costs("none", [picture()]).empty and list(augment.costs("none", [picture()])) == ["ms", "share"]
     with pytest.raises(ValueError, match="no images"):
         augment.costs("heavy", [])
+    with pytest.raises(ValueError, match="0 rounds"):
+        augment.costs("heavy", [picture()], rounds=0)
     with pytest.raises(ValueError, match="built for images of"):
         augment.costs("heavy", [picture(), picture((8, 8))])
 
