@@ -165,7 +165,7 @@ def bar(ax: Axes, y: float, row: Mapping, column: str = "images_s") -> None:
     value, low, high = (float(row[name]) for name in (column, "low", "high"))
     if not math.isfinite(value):
         return
-    ax.barh(y, value, color=CHOSEN if row["chosen"] is True or row["chosen"] == True else OTHER, height=0.7)  # noqa: E712
+    ax.barh(y, value, color=CHOSEN if row["chosen"] == True else OTHER, height=0.7)  # noqa: E712  (it may be NaN)
     if low <= high:
         ax.plot([low, high], [y, y], color="black", linewidth=1.5, marker="|", markersize=6)
 

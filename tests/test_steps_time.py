@@ -33,6 +33,7 @@ def test_gradients_cost_what_is_said():
     assert checkpointed["MB kept"] >= 10 * 2 * 16 * 16 * 4 / 1e6  # two fields a chunk
     assert checkpointed["MB a chunk"] == pytest.approx(compiled["MB kept"] / 10)
     assert max(row["gradient differs by"] for row in rows) < 1e-4
+    assert plain["compile s"] == 0 < compiled["compile s"] == checkpointed["compile s"]  # of the same chunks
     assert all(len(each) == 2 for each in seconds.values())
     assert compiled["times plain"] == pytest.approx(
         sum(a / b for a, b in zip(seconds["compiled"], seconds["plain loop"], strict=True)) / 2
@@ -70,7 +71,7 @@ def test_results_are_rows_of_the_tables(monkeypatch, tmp_path, capsys):
     first, second, memory, time = steps_time.results_of([row, row | {"threads": 2, "n": 0}], trained, 1000)
     assert (first.median, first.low, first.high, first.target, first.ratio) == (5.0, 4.8, 5.2, 4.5, "times as fast")
     assert first.what == "waves on 70x70, batch 1, 1000 steps, compile_steps n=auto, 1 thread"
-    assert first.note.startswith("n = 25 of those tried (1, 25), compiled in 30 s") and second.note.startswith("plain")
+    assert first.note.startswith("n = 25 of those tried (1, 25), compiled in 30 s; pays after 700 calls") and second.note.startswith("the plain loop stays (")
     assert second.target is None and "2 threads" in second.what
     assert memory.median == 0.1 and memory.what.endswith("2 threads: memory") and time.median == 0.5
     monkeypatch.setattr(steps_time, "measure", lambda *_: (row, [{"n": 25}]))
