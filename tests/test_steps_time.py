@@ -71,7 +71,8 @@ def test_results_are_rows_of_the_tables(monkeypatch, tmp_path, capsys):
     first, second, memory, time = steps_time.results_of([row, row | {"threads": 2, "n": 0}], trained, 1000)
     assert (first.median, first.low, first.high, first.target, first.ratio) == (5.0, 4.8, 5.2, 4.5, "times as fast")
     assert first.what == "waves on 70x70, batch 1, 1000 steps, compile_steps n=auto, 1 thread"
-    assert first.note.startswith("n = 25 of those tried (1, 25), compiled in 30 s; pays after 700 calls") and second.note.startswith("the plain loop stays (")
+    assert first.note.startswith("n = 25 of those tried (1, 25), compiled in 30 s; pays after 700 calls")
+    assert second.note.startswith("the plain loop stays (tried: 1, 25)")
     assert second.target is None and "2 threads" in second.what
     assert memory.median == 0.1 and memory.what.endswith("2 threads: memory") and time.median == 0.5
     monkeypatch.setattr(steps_time, "measure", lambda *_: (row, [{"n": 25}]))

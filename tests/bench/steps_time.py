@@ -6,8 +6,8 @@ The loop is that of tests/waves.py, 1,000 steps in float32 under no_grad, its ch
 calls; and the same with gradients to the velocity, forward and backward, by plain autograd, compiled, and compiled with
 checkpointed chunks. Plain and compiled loops take turns; a ratio is of one round, and its median, smallest and largest over
 the rounds are told. torch keeps what it compiled on the disk: compile seconds are those of a first run, into an empty folder,
-unless --warm is given; the compiler's start is the first grid's alone. `MB kept` is what autograd holds between forward and backward; backward needs `MB a chunk` besides,
-where chunks are computed again. Takes about four minutes on two cores.
+unless --warm is given; the compiler's start is the first grid's alone. `MB kept` is what autograd holds between forward and
+backward; backward needs `MB a chunk` besides, where chunks are computed again. Takes about four minutes on two cores.
 """
 
 import argparse
