@@ -162,7 +162,7 @@ class Training:
         compiling = env.choose_compile(self.device, setting.compile)
         if compiling.value != setting.compile:
             raise ValueError(compiling.reason)
-        self.memory = Memory(self.device)
+        self.memory = Memory(self.device, setting.compile)
         self.trainer = _trainer(workload, samples.store, setting, self.precision)
         self.batch = samples.batch(size, pinned=self.device.startswith("cuda"))
         self.added = min(distributed.batches_a_step(workload.train.accumulate, 1), ADDED)
@@ -173,7 +173,8 @@ class Training:
     def _warm_up(self, compiled: bool) -> float:
         """Steps until nothing is compiled any more, then a round; gives the seconds that the first took beyond the last."""
         times, graphs = [], -1
-        while not times or (compiled and len(times) < MANY and (len(times) < WARM or graphs != _graphs())):
+        # The optimiser's own memory is there once a step was taken, which fp16's first ones often are not.
+        while not self.updates or (compiled and len(times) < MANY and (len(times) < WARM or graphs != _graphs())):
             graphs = _graphs()
             times.append(self._timed(1))
         self.memory.restart()  # what compiling takes is not the steps' own
@@ -213,10 +214,16 @@ class Training:
 
 
 class Memory:
-    """The most memory that is taken on a device beyond what was when this was made."""
+    """The most memory that is taken on a device beyond what was when this was made.
 
-    def __init__(self, device: str) -> None:
+    Args:
+        compile: mode in which the model is compiled.
+    """
+
+    def __init__(self, device: str, compile: str = "off") -> None:
         self.device = device
+        # Captured graphs keep their memory to themselves, and it is not counted while they run.
+        self.hidden = compile == "max-autotune" and device_type(device) == "cuda"
         if device == "cpu":
             give_back()
             self.before = _status("VmRSS") - _status("RssFile")
@@ -236,8 +243,8 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_mb(self) -> float:
-        """MB; NaN where the system does not tell."""
-        if not self.known:
+        """MB; NaN where it cannot be told."""
+        if not self.known or self.hidden:
             return math.nan
         if self.device == "cpu":  # without pages of files, which are the libraries' code and come as they are run
             peak = _status("VmHWM") - _status("RssFile")
@@ -322,8 +329,9 @@ def give_back(device: str = "cpu") -> None:
     """Frees memory that nothing uses any more, so that neither the next setting nor its measurement has to do with it."""
     gc.collect()
     if device.startswith("cuda"):
-        synchronize(device)
-        torch.cuda.empty_cache()
+        if torch.cuda.is_initialized():  # else there is nothing, and asking would take some
+            synchronize(device)
+            torch.cuda.empty_cache()
     elif device == "cpu" and sys.platform == "linux":
         import ctypes
 

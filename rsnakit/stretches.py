@@ -5,17 +5,14 @@ Loader, model, optimiser and schedule are those of `trainer.Trainer`; only check
 
 import contextlib
 import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from rsnakit import measuring
+from rsnakit import aside, measuring
 from rsnakit.deciding import NO_ROOM, beats
 from rsnakit.feeding import AHEAD, NO_TIME, why
 from rsnakit.measuring import Measured, Workload
@@ -72,10 +69,7 @@ class Stretch:
         self.pipe.close()
         self.process.join(END_S if self.waits else 0)  # it ends by itself where it waits for the next round
         if self.process.is_alive():
-            with contextlib.suppress(AttributeError, OSError):  # Windows, or it had not got so far
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.join(END_S)
+            aside.end(self.process)
         self.process = None
 
     def begin(self, limit_s: float) -> float:
@@ -234,7 +228,7 @@ class _Pace:
 
 def _serve(pipe: connection.Connection) -> None:
     """What the process does: trains, until the other end is gone."""
-    _settle()
+    aside.settle()
     with contextlib.suppress(EOFError, OSError):
         job = pipe.recv()
         try:
@@ -247,7 +241,7 @@ def _serve(pipe: connection.Connection) -> None:
 
 def _train(pipe: connection.Connection, workload: Workload, precision: str, num_workers: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    memory = measuring.Memory(workload.device)
+    memory = measuring.Memory(workload.device, workload.loop.compile)
     trainer = Trainer(
         workload.images, Store(workload.store), workload.model, workload.train, workload.loop, workload.device, precision,
         num_workers, workload.fold, {}, None,
@@ -260,15 +254,3 @@ def _train(pipe: connection.Connection, workload: Workload, precision: str, num_
         # Beyond its schedule it would go on with a rate of nothing.
         if trainer.epoch >= workload.train.epochs:
             trainer.epoch, trainer.updates = 0, 0
-
-
-def _settle() -> None:
-    """Makes this a process that nobody hears, and that Ctrl-C does not reach; it ends when its parent's pipe does."""
-    number = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(number, stream)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(AttributeError, OSError):  # not on Windows
-        os.setpgid(0, 0)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")

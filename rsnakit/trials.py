@@ -12,19 +12,16 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
 import torch
-from tqdm import tqdm
 
-from rsnakit import env, measuring
+from rsnakit import aside, env, measuring
 from rsnakit.measuring import Measured, Setting, Workload
 
 __all__ = ["Batches", "Measured", "Setting", "Trials", "Workload"]
@@ -199,6 +196,8 @@ class Trials:
         if self._refusal:
             raise _Died(self._refusal)
         if self._worker is None:
+            # What this process has let go of but keeps for itself, as torch does with a GPU's memory, is wanted over there.
+            measuring.give_back(self.workload.device)
             self._worker = _Worker()
             try:
                 self._refusal = self._worker.begin(self.workload)
@@ -276,7 +275,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")  # a forked one could not use CUDA
         self.pipe, theirs = context.Pipe()
         number, self.log = tempfile.mkstemp(prefix="rsnakit-", suffix=".log")
-        os.close(number)
+        self.said = open(number, encoding="utf-8", errors="replace")  # noqa: SIM115 - until `end`
         arguments = theirs, self.log, torch.get_num_threads()
         self.process = context.Process(target=_serve, args=arguments, daemon=True, name="rsnakit-trials")
         try:
@@ -321,7 +320,8 @@ class _Worker:
         if code == -KILL:
             how = "its process was killed, as the system does when the main memory is used up"
             return _Died(how, KILL, replaced=replaced)
-        said = [line for line in Path(self.log).read_text(errors="replace").splitlines() if line.strip()]
+        self.said.seek(0)
+        said = [line for line in self.said.read().splitlines() if line.strip()]
         last = f" ({said[-1].strip()[:SAID]})" if said and BAR not in said[-1] else ""
         if code < 0:
             return _Died(f"its process crashed with {signal.Signals(-code).name}{last}", -code, replaced=replaced)
@@ -330,18 +330,15 @@ class _Worker:
     def end(self) -> None:
         """Ends it in whatever state it is, and what it started with it."""
         self.pipe.close()
-        if self.process.pid is not None:
-            with contextlib.suppress(AttributeError, OSError):  # Windows, or it had not got so far
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.join(10)
-        with contextlib.suppress(OSError):
+        aside.end(self.process)
+        self.said.close()
+        with contextlib.suppress(OSError):  # it has done so itself
             os.unlink(self.log)
 
 
 def _serve(pipe: connection.Connection, log: str, threads: int) -> None:
     """What the process does: gets ready for a workload, then answers requests until the other end is gone."""
-    _settle(log)
+    aside.settle(log)
     torch.set_num_threads(1)  # a pool of threads would not outlive the fork
     cv2.setNumThreads(0)
     with contextlib.suppress(EOFError, OSError):
@@ -382,31 +379,6 @@ def _in_a_child(function: Callable, *arguments: Any) -> int:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(status)
-
-
-def _settle(log: str) -> None:
-    """Makes this a process that nobody hears, that Ctrl-C does not reach, and that neither outlives its parent nor, where
-    memory runs out, lets it die first."""
-    number = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(number, stream)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(AttributeError, OSError):  # not on Windows
-        os.setpgid(0, 0)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process would leave behind
-    threading.Thread(target=_end_with, args=(os.getppid(), log), daemon=True).start()
-
-
-def _end_with(parent: int, log: str) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    with contextlib.suppress(OSError):
-        os.unlink(log)
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # compilers, too
-    os._exit(1)
 
 
 def _answer(

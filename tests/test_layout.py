@@ -15,8 +15,8 @@ LADDER = (
         "fields", "device", "files", "blocks", "store_formats", "codestream", "codecs", "bits", "dicomfile", "elements",
         "look", "scoring", "resampling", "operating", "breasts", "metrics", "calibration", "nested", "phantom", "tables",
         "folds", "oof", "versions", "cluster", "workers", "targets", "dryrun", "hooks", "patching", "pooling", "progress",
-        "stopping", "failures", "launching", "distributed", "mixing", "mounts", "packages", "slugs", "wheels", "confined",
-        "sandbox", "client", "listing", "shared",
+        "stopping", "failures", "aside", "launching", "distributed", "mixing", "mounts", "packages", "slugs", "wheels",
+        "confined", "sandbox", "client", "listing", "shared",
     ),
     (
         "params", "env", "budget", "display", "dicom", "png", "crop", "machines", "taps", "anatomy", "cost", "stems", "flow",

@@ -128,6 +128,23 @@ def test_a_loss_that_is_nan_is_an_error_with_a_scaler(workload, monkeypatch):
         measuring.Training(workload, samples, changed(precision="fp16"))
 
 
+def test_steps_that_overflow_are_not_all_there_is(workload, clock, monkeypatch):
+    """A scaler halves its scale after each step that it leaves out; without any that was taken the optimiser has no memory yet,
+    and a batch may seem to fit. Steps take 0.5 s, more than a round needs."""
+    real, made = measuring._trainer, []
+
+    def trainer(*arguments):
+        made.append(real(*arguments))
+        made[0].scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
+        return made[0]
+
+    monkeypatch.setattr(measuring.env, "choose_precision", lambda device, wanted: measuring.env.Choice(wanted, ""))
+    monkeypatch.setattr(measuring, "_trainer", trainer)
+    training = measuring.Training(workload, measuring.Samples(workload), changed(precision="fp16", compile="off"))
+    skipped = len(clock) - training.updates
+    assert skipped > 2 and training.updates >= 1 and made[0].optimizer.state
+
+
 def test_weights_stay_where_they_are(workload):
     """So many steps over a few images must not end in a loss that is no more finite, however high lr is."""
     wild = dataclasses.replace(workload, train=dataclasses.replace(TRAIN, lr=10.0, optimizer="sgd", clip_norm=0.0))
@@ -262,6 +279,34 @@ def test_memory_that_ran_out_is_given_back(workload, monkeypatch):
     assert all(each() is None for each in held)
 
 
+def test_memory_of_captured_graphs_cannot_be_told(monkeypatch):
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: 3e6 if name.startswith("max") else 1e6)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    found = [measuring.Memory("cuda:1", mode).peak_mb() for mode in ("off", "default", "max-autotune")]
+    assert found[:2] == [2, 2] and math.isnan(found[2])
+
+
+def test_memory_that_this_process_keeps_is_given_back_before_trials_begin(workload, monkeypatch):
+    """A notebook's kernel that has computed on the GPU holds of it what torch keeps for the next time."""
+    done = []
+
+    class Worker:
+        process = SimpleNamespace(is_alive=lambda: True)
+
+        def __init__(self) -> None:
+            done.append("begun")
+
+        def begin(self, workload) -> str:
+            return ""
+
+    monkeypatch.setattr(trials_module, "_Worker", Worker)
+    for name in ("is_initialized", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name) or True)
+    Trials(dataclasses.replace(workload, device="cuda"))._ready_worker()
+    assert done == ["is_initialized", "synchronize", "empty_cache", "begun"]
+
+
 def test_memory_of_a_gpu_is_limited_by_its_share(monkeypatch):
     """2 GB beside the 1 GB that is taken, of 12."""
     shares, properties = [], SimpleNamespace(total_memory=12e9)
@@ -354,6 +399,23 @@ with Trials(workload) as trials:
     print(trials._worker.process.pid, flush=True)
     trials.in_turn([setting], rounds=10**9, limit_s=10**6)
 """
+
+
+@linux
+@pytest.mark.slow
+def test_trials_that_were_never_closed_leave_nothing(workload, tmp_path):
+    """As a notebook that fails before its end leaves them."""
+    import pickle
+
+    (tmp_path / "workload").write_bytes(pickle.dumps((workload, PLAIN)))
+    script = SCRIPT.replace("with Trials(workload) as trials:", "trials = Trials(workload)\nif True:").splitlines()[:-2]
+    script = "\n".join([*script, "    print(trials._worker.process.pid, flush=True)", "1 / 0"])
+    told = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "workload"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert "ZeroDivisionError" in told.stderr and not psutil.pid_exists(int(told.stdout))
+    assert not list(tmp_path.glob("rsnakit-*"))
 
 
 @linux
