@@ -7,11 +7,12 @@ imports changes the others: rsnakit adds a decoder to pydicom's, and the ones th
 import logging
 import multiprocessing
 import os
-import statistics
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import table
 
 # Read when NumPy, OpenCV, torch and ITK are loaded, so it stands before any of them, and processes inherit it.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "ITK_GLOBAL_DEFAULT_NUMBER_OF_THREADS"):
@@ -80,8 +81,7 @@ def in_turn(turns: dict[str, Turn], args: tuple, rounds: int) -> tuple[dict[str,
 
 def ratio(theirs: list[float], ours: list[float]) -> Ratio:
     """theirs / ours, round by round."""
-    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+    return Ratio(*table.over_rounds(theirs, ours))
 
 
 def use_one_core() -> None:
