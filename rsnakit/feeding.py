@@ -9,6 +9,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -212,6 +213,9 @@ def _timed(
             rounds.append(count / (time.perf_counter() - begun))
     except Exception as error:  # whatever a decoder, a dying worker or a lack of memory raises
         return (), why(error)
+    except BaseException as error:  # Ctrl-C, of which a notebook keeps the frames, and with them the workers
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
         del batches  # and so its workers
     return tuple(rounds), ""

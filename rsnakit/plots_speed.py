@@ -299,7 +299,8 @@ def _limit_title(measured: pd.DataFrame, model: float, unit: str) -> str:
         return f"{at} loads fastest, {plain(best['images_s'])} {unit}/s; what the model takes is not known"
     ratio = best["images_s"] / model
     if ratio >= 1:
-        return f"The model is the limit: {at} loads {times(ratio)} times the {unit}/s that it takes"
+        with_it = at.replace(" with ", " and ")
+        return f"The model is the limit with {with_it}, which load {times(ratio)} times the {unit}/s that it takes"
     return (
         f"The loader is the limit: at its best, {at}, it loads {times(ratio)} times the {unit}/s that the model takes"
     )

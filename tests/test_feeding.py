@@ -102,6 +102,22 @@ def test_a_loader_that_fails_is_skipped_with_the_reason(store, images, monkeypat
     assert found["skipped"].eq("RuntimeError: a decoder fails").all() and found["images_s"].isna().all()
 
 
+def test_ctrl_c_leaves_no_workers(store, images, monkeypatch):
+    """However long a notebook keeps the error and its frames."""
+    begun = []
+
+    def stopped(batches):
+        begun.append(len(active_children()))
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return next(batches)
+
+    monkeypatch.setattr(feeding, "next", stopped, raising=False)
+    with pytest.raises(KeyboardInterrupt) as error:
+        feeding.rates(images, store, TRAIN, ("block8",), (1,), 0.05)
+    assert begun[-1] == 1 and error.value.__traceback__ is not None and not active_children()
+
+
 def test_what_time_does_not_suffice_for_says_so(store, images):
     found = feeding.rates(images, store, TRAIN, workers=(0, 1), seconds=0.05, limit_s=0)
     assert (found["images_s"] > 0).tolist() == [True] + [False] * 7

@@ -114,8 +114,8 @@ def test_precisions_have_a_line_each_and_the_chosen_one_comes_first():
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (300.0, "The model is the limit: block8 with 2 workers loads 4 times the images/s that it takes"),
-        (1200.0, "The model is the limit: block8 with 2 workers loads 1 times the images/s that it takes"),
+        (300.0, "The model is the limit with block8 and 2 workers, which load 4 times the images/s that it takes"),
+        (1200.0, "The model is the limit with block8 and 2 workers, which load 1 times the images/s that it takes"),
         (1500.0, "The loader is the limit: at its best, block8 with 2 workers, it loads 0.8 times the images/s that the model"),
         (math.nan, "block8 with 2 workers loads fastest, 1,200 images/s; what the model takes is not known"),
         (0.0, "block8 with 2 workers loads fastest, 1,200 images/s; what the model takes is not known"),
