@@ -163,9 +163,9 @@ class Training:
         if compiling.value != setting.compile:
             raise ValueError(compiling.reason)
         self.memory = Memory(self.device, setting.compile)
-        self.trainer = _trainer(workload, samples.store, setting, self.precision)
-        self.batch = samples.batch(size, pinned=self.device.startswith("cuda"))
         self.added = min(distributed.batches_a_step(workload.train.accumulate, 1), ADDED)
+        self.trainer = _trainer(workload, samples.store, setting, self.precision, self.added)
+        self.batch = samples.batch(size, pinned=self.device.startswith("cuda"))
         self.size, self.updates, self.in_a_row, self.rounds = size, 0, 0, ()
         compile_s = self._warm_up(setting.compile != "off")
         self.measured = Measured((self.warm,), compile_s, self.memory.peak_mb())
@@ -368,11 +368,12 @@ def in_words(error: BaseException) -> str:
     return " ".join(str(error).split()) if isinstance(error, ValueError | FloatingPointError) else in_line(error)
 
 
-def _trainer(workload: Workload, store: Store, setting: Setting, precision: str) -> Trainer:
+def _trainer(workload: Workload, store: Store, setting: Setting, precision: str, added: int) -> Trainer:
+    """Training at a setting, with so many batches to a step, on which it depends how a model is compiled."""
     size = max(2, setting.batch_size)
     train = dataclasses.replace(
         workload.train, batch_size=size, min_positives=min(workload.train.min_positives, size - 1),
-        lr=workload.train.lr * LR, accumulate=1,
+        lr=workload.train.lr * LR, accumulate=added,
     )  # fmt: skip
     model = dataclasses.replace(workload.model, grad_checkpointing=setting.grad_checkpointing)
     loop = dataclasses.replace(workload.loop, channels_last=setting.channels_last, compile=setting.compile)
