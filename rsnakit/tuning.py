@@ -123,7 +123,9 @@ class Tuner(Tried):
         modes = sorted(MODES, key=lambda mode: mode != asked)
         rows = [row_of("compile", mode + names[mode], self._batch, found[mode], mode == best) for mode in modes]
         self._now["compile"] = best
-        self._model_rate = found[best].median if found[best].images_s else self._model_rate
+        known = not math.isnan(self._model_rate) and best == asked
+        if found[best].images_s and not (known and len(found[best].images_s) < deciding.FEW):
+            self._model_rate = found[best].median  # but for a round of its own while another way was compiled
         order = (best,) if best in reasons else MODES[1:]
         return self._keep("compile", rows, {"compile": "; ".join(reasons[mode] for mode in order)})
 
@@ -136,8 +138,13 @@ class Tuner(Tried):
         best, reason = deciding.checkpointing_choice(batch, asked, found[False], found[True])
         names = {True: "checkpointed", False: "without checkpointing"}
         rows = [row_of("checkpointing", names[on], batch, found[on], on == best) for on in found]
+        if found[best].images_s:
+            if self._now["compile"] == "off":
+                self._model_rate = found[best].median
+            elif best != self._now["grad_checkpointing"] or self._batch != batch:
+                self._model_rate = math.nan  # what it was does not hold for this
+            self._batch = batch
         self._now["grad_checkpointing"] = best
-        self._batch = batch if found[best].images_s else self._batch
         return self._keep("checkpointing", rows, {"grad_checkpointing": reason})
 
     def batches(self) -> pd.DataFrame:
@@ -160,6 +167,8 @@ class Tuner(Tried):
             if self.tune_batch:
                 fastest = self._fastest_batch(found[own], left())
         reason = self._choose_batch(found[own], fastest)
+        if self._now["batch_size"] != self._batch and self._now["batch_size"] != asked:
+            self._batch, self._model_rate = self._now["batch_size"], math.nan  # `loading` measures it
         largest = ", ".join(deciding.largest_in_words(name, found[name]) for name in names)
         rows = []
         for name, sizes in found.items():

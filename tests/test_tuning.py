@@ -357,6 +357,27 @@ def test_the_limit_has_both_rates(make, loaders):
     assert tuner.limit.by == "loader"
 
 
+def test_the_rate_of_the_model_is_that_of_what_was_chosen(make, loaders):
+    """Not of the one round that it had by itself while another way was compiled; and anew where the batch changed."""
+    loaders(block8=30.0)
+    made = Made(lambda s: {"off": 10.0, "default": "it was not done after 3 s"}.get(s.compile, 1.0))
+    real = made.in_turn
+
+    def cut(settings, count, limit_s):
+        found = real(settings, count, limit_s)
+        late = any(each.error for each in found)
+        return [dataclasses.replace(each, images_s=(3.0,)) if each.images_s and late else each for each in found]
+
+    made.in_turn = cut
+    tuner = make(made, run=RunConfig(device="cpu", precision="fp32"))
+    tuner.precisions(), tuner.compiling()
+    assert tuner.rate == 10
+    made.rate = lambda setting: 20.0 if setting.batch_size == 4 else 10.0
+    made.fits = lambda setting: setting.batch_size <= 4
+    tuner.batches(), tuner.loading()
+    assert tuner.settings["batch_size"] == 4 and tuner.limit.model == 20
+
+
 @pytest.mark.parametrize(("gain", "workers"), [(1.5, 2), (0.9, 0)])
 def test_workers_are_taken_only_where_they_pay_end_to_end(make, loaders, runs, gain, workers):
     """On a CPU they compete with the model: the loader alone says nothing."""
