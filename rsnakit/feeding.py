@@ -201,6 +201,10 @@ def _timed(
     """Images a second of each round, and why there are none."""
     if time.monotonic() > end:
         return (), NO_TIME
+    views = 1 if unit_of(model_config) == "image" else 2
+    ahead = AHEAD * workers * train_config.batch_size * views * math.prod(store.shape) * np.dtype(np.float32).itemsize
+    if ahead > (there := measuring.available()):  # the system would kill something to have it
+        return (), f"batches that are loaded ahead would take {ahead / 1e9:.2g} GB, and {there / 1e9:.2g} are free"
     rounds, batches = [], None
     try:
         batches = iter(loader(images, store, train_config, model_config, workers, device))

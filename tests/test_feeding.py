@@ -102,6 +102,17 @@ def test_a_loader_that_fails_is_skipped_with_the_reason(store, images, monkeypat
     assert found["skipped"].eq("RuntimeError: a decoder fails").all() and found["images_s"].isna().all()
 
 
+def test_workers_that_would_use_up_the_memory_are_not_begun(store, images, monkeypatch):
+    """Two batches ahead for each: of 4 images, or 4 breasts of two views, of 64x32 float32."""
+    image = 64 * 32 * 4
+    for views, most in (("none", 8), ("mean", 16)):
+        model = dataclasses.replace(MODEL, views=views)
+        monkeypatch.setattr(feeding.measuring, "available", lambda most=most: most * image)
+        found = feeding.rates(images, store, TRAIN, ("block8",), (0, 1, 2), 0.05, model_config=model)
+        assert (found["images_s"] > 0).tolist() == [True, True, False]
+        assert "loaded ahead would take" in found["skipped"].iloc[2]
+
+
 def test_ctrl_c_leaves_no_workers(store, images, monkeypatch):
     """However long a notebook keeps the error and its frames."""
     begun = []
