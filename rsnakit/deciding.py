@@ -22,7 +22,7 @@ FEW, LEAST_OF_FEW = 3, 1.2  # with fewer rounds than that it has to be more
 TIMES_COMPILED = 2  # the graph of training, and the one that scores after each epoch
 WORTH = 1.03  # times as fast, by loader and model measured alone, that another loader has to promise to be tried
 INEXACT = ("png8",)  # a store of it keeps 8 of 12 bits: never a mere matter of speed
-NO_ROOM = "memory is used up"  # as `failures` and `trials` say it
+USED_UP = "memory is used up"  # as `failures` and `trials` say it
 
 
 class Limit(NamedTuple):
@@ -196,7 +196,7 @@ def checkpointing_choice(batch: int, asked: bool, without: Measured, with_it: Me
 
 
 def lacks_room(measured: Measured) -> bool:
-    return NO_ROOM in measured.error
+    return USED_UP in measured.error
 
 
 def side_by_side(model: float, loader: float, beside: bool) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rsnakit import aside, measuring
-from rsnakit.deciding import NO_ROOM, beats
+from rsnakit.deciding import USED_UP, beats
 from rsnakit.feeding import AHEAD, NO_TIME, why
 from rsnakit.measuring import Measured, Workload
 from rsnakit.store import Store
@@ -135,7 +135,7 @@ def best_of(
                 break
             end = time.monotonic() + left() / (len(jobs) - place)
             challenger, error = _begun(running, stretch, job, left())
-            if champion is not None and NO_ROOM in error:  # alone it may have
+            if champion is not None and USED_UP in error:  # alone it may have
                 if not found[best].images_s:
                     (found[best],) = _rounds([champion], (end - time.monotonic()) / 2)
                 champion.close()
