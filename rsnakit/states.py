@@ -25,6 +25,7 @@ class Form:
     Attributes:
         plan: how it is built.
         names: of its tensors, such as `state.p[0]`, in the plan's order.
+        constants: names of what is no tensor: numbers, strings and the like.
     """
 
     def __init__(self, value: Any, name: str) -> None:
@@ -35,8 +36,16 @@ class Form:
         """
         self.name = name
         self.names: list[str] = []
+        self.constants: list[str] = []
         self._found: dict[str, tuple[str, ...]] = {}  # by name, what stands there
         self.plan = self._read(value, name)
+        tensors = pick(self.plan, value)
+        again = pick(self.plan, self.build(tensors))
+        changed = [each for each, a, b in zip(self.names, tensors, again, strict=True) if a is not b]
+        if changed:
+            raise TypeError(
+                f"{changed[0]}: its class changes it when it is made (__init__ or __post_init__), at each chunk"
+            )
 
     def _read(self, value: Any, name: str) -> Node:
         kind = type(value)
@@ -48,6 +57,7 @@ class Form:
             return Node(torch.Tensor)
         if isinstance(value, CONSTANTS):
             self._found[name] = (f"{kind.__name__} {value!r}",)
+            self.constants.append(name)
             return Node(type(None), (value,))
         if _by_attribute(kind):
             fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()

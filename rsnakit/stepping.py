@@ -89,7 +89,8 @@ class Steps:
     and one of a single step for what remains; after that nothing is compiled, however many steps are asked for. Every Steps
     has a cache of its own in torch.compile. With the backend "inductor" on a CPU results are those of the plain loop to the
     bit where a step adds and multiplies; sums, exp and their like, and gradients, may differ in the last digits (in float32
-    by 1e-4 of the values after 23 steps). Compiled chunks have no second derivatives.
+    by 1e-4 of the values after 23 steps). Random numbers that a step draws are others, and compiled chunks have no second
+    derivatives.
 
     Attributes:
         n: steps a chunk, and a call.
@@ -203,7 +204,7 @@ class Steps:
                 records = []
                 if self._record is not None:
                     record = self._record(state)
-                    self._record_form = self._record_form or Form(record, "record")
+                    self._record_form = self._record_form or _form_of_record(record)
                     records = [x.detach()[None] for x in self._record_form.leaves(record, "is another", "keep it")]
                 before, grads = grads, [a or x.requires_grad for x, a in zip(after, grads, strict=True)]
                 if grads == before:
@@ -212,7 +213,14 @@ class Steps:
     def _compile(self, size: int, leaves: list[torch.Tensor], program: Program) -> Callable:
         """A chunk, compiled and run once, with its backward pass."""
         chunk = chunks.compiled(self._unrolled(size), self._backend)
-        chunks.seconds(chunk, leaves, program, self._checkpoint)
+        try:
+            chunks.seconds(chunk, leaves, program, self._checkpoint)
+        except (IndexError, RuntimeError) as error:
+            if "out of bounds" in str(error):
+                error.add_note(
+                    f"{size} steps were tried from the state given: a table that a step looks up must go so far"
+                )
+            raise
         return chunk
 
     def _unrolled(self, size: int) -> Callable:
@@ -334,7 +342,19 @@ def _more_gradients(leaves: list[torch.Tensor], program: Program) -> bool:
     return any(leaf.requires_grad and not needed for leaf, needed in zip(leaves, program.grads, strict=True))
 
 
+def _form_of_record(record: Any) -> Form:
+    form = Form(record, "record")
+    if form.constants or not form.names:
+        wrong = next(iter(form.constants), "record")
+        raise TypeError(
+            f"{wrong} is no tensor: of each step tensors alone are kept, so give it as one (no float, no .item())"
+        )
+    return form
+
+
 def _count(value: Any, name: str, least: int = 1) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {value}: expected a whole number")
     try:
         number = operator.index(value)
     except TypeError:

@@ -420,6 +420,35 @@ def test_a_field_that_is_not_given_when_it_is_made():
         compile_steps(lambda s: s, 3)(Odd(torch.ones(1)))
 
 
+def test_a_class_that_changes_what_it_is_given():
+    @dataclasses.dataclass
+    class Shifted:
+        x: torch.Tensor
+
+        def __post_init__(self):
+            self.x = self.x + 1
+
+    with pytest.raises(TypeError, match=r"state\.x: its class changes it when it is made"):
+        compile_steps(lambda s: s, 2).run(Shifted(torch.zeros(2)), 4)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"), [(lambda s: float(s.mean()), "record is no"), (lambda s: (s, 1), r"record\[1\] is no")]
+)
+def test_records_without_tensors(graphs, record, said):
+    with pytest.raises(TypeError, match=f"{said} tensor: of each step tensors alone are kept"):
+        compile_steps(torch.cos, 2, record=record, backend=graphs).run(torch.zeros(2), 4)
+
+
+def test_a_table_that_is_too_short_for_the_steps_that_are_tried(graphs):
+    table = torch.arange(5.0)
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        compile_steps(lambda s: (s[0] + table[s[1]], s[1] + 1), 8, backend=graphs).run(
+            (torch.zeros(1), torch.zeros(1, dtype=torch.long)), 5
+        )
+    assert "8 steps were tried from the state given" in " ".join(caught.value.__notes__)
+
+
 def test_another_state_than_the_first(graphs):
     steps = compile_steps(spring, 3, backend=graphs)
     steps(start())
@@ -439,6 +468,7 @@ def test_another_state_than_the_first(graphs):
     [
         (0, {}, ValueError, "n is 0: expected at least 1"),
         (2.5, {}, TypeError, "n is 2.5: expected a whole number"),
+        (True, {}, TypeError, "n is True: expected a whole number"),
         ("best", {}, TypeError, "n is 'best'"),
         ("auto", {"state": torch.ones(1)}, ValueError, "auto.* measures: give it a state, and total"),
         ("auto", {"total": 1}, ValueError, "auto.* measures"),
