@@ -49,8 +49,7 @@ class Trainer:
         self.config, self.loop, self.device, self.precision, self.fold = config, loop, device, precision, fold
         self.store, self.num_workers, self.marks = store, num_workers, marks
         self.unit = unit_of(model_config)
-        if self.unit == "breast" and (config.mixup or config.cutmix):
-            raise ValueError("mixup and cutmix mix images, and with views a breast has several: set both to 0")
+        check_settings(model_config, config)
         torch.manual_seed(data.sample_seed(config.seed, fold, INITIAL))
         self.model = self._build(model_config, begun=state is not None)
         self.ema = recipe.make_ema(self.model, config)
@@ -200,6 +199,12 @@ class Trainer:
 def unit_of(model_config: models.ModelConfig) -> str:
     """What a model sees at a time, and has a row of scores for: `image` or `breast`."""
     return "image" if model_config.views == "none" else "breast"
+
+
+def check_settings(model_config: models.ModelConfig, config: recipe.TrainConfig) -> None:
+    """Refuses (ValueError) settings of model and training that do not go together."""
+    if unit_of(model_config) == "breast" and (config.mixup or config.cutmix):
+        raise ValueError("mixup and cutmix mix images, and with views a breast has several: set both to 0")
 
 
 def check_size(model: nn.Module, shape: tuple[int, int]) -> None:
