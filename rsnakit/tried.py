@@ -19,7 +19,7 @@ from rsnakit.models import ModelConfig
 from rsnakit.recipe import LoopConfig, TrainConfig
 from rsnakit.samplers import BalancedSampler
 from rsnakit.store import Store
-from rsnakit.trainer import unit_of
+from rsnakit.trainer import check_settings, unit_of
 from rsnakit.trials import Measured, Setting, Trials, Workload
 
 COLUMNS = ("part", "name", "batch", "images_s", "low", "high", "peak_mb", "compile_s", "chosen", "skipped")
@@ -62,6 +62,7 @@ class Tried:
         run_config: RunConfig, loop_config: LoopConfig, minutes: float,
         trials: Callable[[Workload], Trials] = Trials,
     ) -> None:  # fmt: skip
+        check_settings(model_config, train_config)
         self.images, self.store = images, store if isinstance(store, Store) else Store(store)
         self.model_config, self.loop_config = model_config, loop_config
         self.device = env.choose_device(run_config.device).value

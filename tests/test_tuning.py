@@ -581,6 +581,11 @@ def test_a_table_of_one_class_is_refused_as_training_refuses_it(store, images):
         )
 
 
+def test_settings_that_training_refuses_are_refused_at_once(make):
+    with pytest.raises(ValueError, match="set both to 0"):
+        make(Made(lambda s: 1.0), dataclasses.replace(MODEL, views="mean"), dataclasses.replace(TRAIN, mixup=0.4))
+
+
 def test_a_device_that_is_not_there_is_said(store, images, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(RuntimeError, match="device cuda was asked for, but"):
