@@ -73,6 +73,8 @@ class Tuner(Tried):
         with self._part("precision") as left:
             found = dict(zip(able, self._first_that_fit(able, left), strict=True))
         best = deciding.winner({pair: measured.images_s for pair, measured in found.items()}, asked)
+        if asked in found and _cut(found[asked]):
+            best = asked  # nothing is known of it, so that nothing is known to be better
         rows = []
         for pair in pairs:
             measured = found.get(pair) or Measured(error=cannot[pair[0]])

@@ -213,6 +213,16 @@ def test_what_was_asked_stays_compiled_where_there_is_no_time_to_try_it(make):
     assert chosen(rows) == ["default"] and "compiles for longer than default" in rows["skipped"].iloc[2]
 
 
+def test_what_was_asked_stays_where_there_was_no_time_to_measure_it(make):
+    late = "it was not done after 0 s, and was ended"
+    tuner = make(Made(lambda setting: late if setting.channels_last else 10.0))
+    rows = tuner.precisions()
+    assert chosen(rows) == ["fp32, channels last"] and rows["skipped"].iloc[0] == late
+    assert tuner.settings == {"precision": "fp32", "channels_last": True}
+    failed = make(Made(lambda setting: "the loss is nan" if setting.channels_last else 10.0)).precisions()
+    assert chosen(failed) == ["fp32"]
+
+
 # ---- memory
 
 
