@@ -15,6 +15,7 @@ import torch
 
 import rsnakit
 from rsnakit import env
+from rsnakit.look import counted, plain, times
 from rsnakit.trials import Batches, Measured
 
 LEAST = 1.02  # times as fast, at the median, that a change has to be worth
@@ -280,17 +281,3 @@ def in_comment(text: str) -> str:
     """A text in one line, without what YAML does not take even there, such as the colours that compilers write in."""
     text = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", text)
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
-
-
-def times(ratio: float) -> str:
-    """A ratio with two digits: 0.62, 1.8, 12."""
-    return f"{ratio:.2f}" if ratio < 1.095 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
-
-
-def plain(value: float) -> str:
-    """A number with three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
-
-
-def counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"

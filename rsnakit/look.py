@@ -219,6 +219,23 @@ def counted(n: int, thing: str) -> str:
     return f"{n:,} {thing}{'s' * (n != 1)}"
 
 
+def times(ratio: float) -> str:
+    """A ratio as text: 0.87, 1.35, 5.4, 120."""
+    if not math.isfinite(ratio):
+        return "unknown"
+    if ratio < 0.1:
+        return f"{ratio:.2g}"
+    text = f"{ratio:.{2 if ratio < 1.995 else 1 if ratio < 20 else 0}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def plain(value: float) -> str:
+    """A number as text, with three digits or all before the point."""
+    if not math.isfinite(value):
+        return "unknown"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def capital(text: str) -> str:
     """A text as a sentence begins."""
     return text[:1].upper() + text[1:]

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from rsnakit import look
-from rsnakit.look import NEUTRAL, WIDTH, counted, short
+from rsnakit.look import NEUTRAL, WIDTH, counted, plain, short, times
 from rsnakit.plots_tricks import (
     CHOSEN,
     OTHER,
@@ -24,10 +24,8 @@ from rsnakit.plots_tricks import (
     format_costs,
     name_rows,
     notes,
-    plain,
     shot_record,
     time_memory,
-    times,
     top_of,
 )
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
 
 from rsnakit import look
-from rsnakit.look import NEUTRAL, WIDTH, counted, short
+from rsnakit.look import NEUTRAL, WIDTH, counted, plain, short, times
 
 CHOSEN, OTHER = look.TRAIN, "#9AA3AD"  # orange, and a grey on which black whiskers are seen
 BETTER = "#EDEDED"  # behind points: where it pays
@@ -202,23 +202,6 @@ def notes(left_out: Sequence[tuple[str, str]], width: int = 120) -> str:
 
 def as_fast(ratio: float) -> str:
     return "as fast" if times(ratio) == "1" else f"{times(ratio)} times as fast"
-
-
-def times(ratio: float) -> str:
-    """A ratio as text: 0.87, 1.35, 5.4, 120."""
-    if not math.isfinite(ratio):
-        return "unknown"
-    if ratio < 0.1:
-        return f"{ratio:.2g}"
-    text = f"{ratio:.{2 if ratio < 1.995 else 1 if ratio < 20 else 0}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def plain(value: float) -> str:
-    """A number as text, with three digits or all before the point."""
-    if not math.isfinite(value):
-        return "unknown"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 # Parts of these figures

@@ -14,6 +14,7 @@ from rsnakit.deciding import Limit, beats, compared, layout_name
 from rsnakit.env import RunConfig
 from rsnakit.feeding import NO_TIME
 from rsnakit.fields import check_all
+from rsnakit.look import counted, times
 from rsnakit.models import ModelConfig
 from rsnakit.params import setting
 from rsnakit.recipe import LoopConfig, TrainConfig
@@ -226,7 +227,7 @@ class Tuner(Tried):
         for image_format, workers in self._candidates:
             if image_format == self.asked["store_format"]:
                 name = "as chosen" if "as chosen" in tried else "as asked"
-                tried[f"{name}, {deciding.counted(workers, 'worker')}"] = {**self._now, "num_workers": workers}
+                tried[f"{name}, {counted(workers, 'worker')}"] = {**self._now, "num_workers": workers}
         with self._part("together") as left:
             formats = [name for name, _ in self._candidates if name != self.asked["store_format"]]
             until = left() * (0.4 if formats else 0.0)
@@ -356,7 +357,7 @@ class Tuner(Tried):
                     "what was chosen", old.images_s, "what was asked", found[0].images_s, self.unit
                 )
                 if name == "num_workers":
-                    new, than = (f"with {deciding.counted(n, 'worker')}" for n in (self._now[name], value))
+                    new, than = (f"with {counted(n, 'worker')}" for n in (self._now[name], value))
                     why = compared(f"{new} it", found[best].images_s, than, old.images_s, self.unit)
                     self.reasons[name] = f"end to end {why}; {self.limit}"
                 else:
@@ -384,7 +385,7 @@ class Tuner(Tried):
             why = compared(image_format, found[1].images_s, self.asked["store_format"], found[0].images_s, self.unit)
             size = feeding.size_ratio(image_format, self.asked["store_format"], self.store.shape)
             self.reasons["store_format"] = (
-                f"end to end {why}, from a sample in memory; 02_preprocess has to make that store, {deciding.times(size)} "
+                f"end to end {why}, from a sample in memory; 02_preprocess has to make that store, {times(size)} "
                 "times as big, in a store_dir of its own if one is named; pixels may differ by a rounding, so that a run that "
                 "has begun goes on with the store it has"
             )

@@ -10,7 +10,7 @@ import speed_tables
 from figures import title
 from matplotlib.colors import same_color
 
-from rsnakit import plots_speed, plots_tricks
+from rsnakit import look, plots_speed, plots_tricks
 
 ORANGE = "#E69F00"
 
@@ -279,4 +279,4 @@ def test_a_format_that_overflows_says_so():
      (100.0, "100"), (math.inf, "unknown")],
 )  # fmt: skip
 def test_ratios_as_text(ratio, text):
-    assert plots_tricks.times(ratio) == text
+    assert look.times(ratio) == text
