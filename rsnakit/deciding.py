@@ -75,7 +75,7 @@ def compared(name: str, new: Sequence[float], than: str, old: Sequence[float], u
         return f"{name if new else than} alone could be measured"
     middle, other = statistics.median(new), statistics.median(old)
     text = f"{name} trains {times(middle / other)} times as many {unit}/s as {than} ({plain(middle)} against {plain(other)})"
-    if middle > other and not beats(new, old):
+    if middle != other and not beats(*((new, old) if middle > other else (old, new))):
         text += ", which is within the spread of the rounds"
     return text
 

@@ -154,6 +154,14 @@ def test_every_round_has_to_be_won(make):
     assert "within the spread" in tuner.reasons["precision"]
 
 
+@pytest.mark.parametrize(
+    ("new", "said"), [((8.0, 11.0, 8.0), True), ((8.0, 7.0, 8.0), False), ((12.0, 9.0, 13.0), True)]
+)
+def test_both_ways_it_is_said_what_the_rounds_leave_open(new, said):
+    text = deciding.compared("bf16", new, "fp32", (10.0, 10.0, 10.0))
+    assert text.endswith("which is within the spread of the rounds") == said
+
+
 def test_a_precision_whose_loss_is_nan_is_skipped_with_the_reason(make):
     nan = "the loss is nan in bf16 on cpu"
     tuner = make(Made(lambda setting: nan if setting.precision == "bf16" else 7.0))
