@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from rsnakit import augment, data, env, failures, measuring
+from rsnakit import augment, data, device_memory, env, failures
 from rsnakit.models import ModelConfig
 from rsnakit.recipe import TrainConfig
 from rsnakit.store import FORMATS, INDEX_COLUMNS, Store, append_index, open_for_writing, record_bytes, write_image
@@ -111,7 +111,7 @@ def no_room(store: Store, image_format: str) -> str:
     size, free = len(store) * record_bytes(image_format, store.shape), shutil.disk_usage(store.path).free
     if size > free:
         return f"{image_format} needs {size / 1e9:.2g} GB of disk, and {free / 1e9:.2g} are free"
-    there = measuring.available()
+    there = device_memory.available()
     if size > there and size_ratio(image_format, store.manifest["format"], store.shape) > 1:
         room = f"more than stay in memory ({there / 1e9:.2g})"
         return f"{image_format} takes {size / 1e9:.2g} GB, {room}, and how fast the disk is was not measured"
@@ -175,7 +175,7 @@ def why(error: Exception) -> str:
     """What a loader failed of, in a sentence: a worker's own error, or its death, where only a consequence reached us."""
     cause = failures.death_of_worker(error) or error
     own = str(cause).strip().splitlines()[-1:] if "Original Traceback" in str(cause) else []
-    return own[0] if own and failures.what_ran_out(cause) is None else measuring.in_words(cause)
+    return own[0] if own and failures.what_ran_out(cause) is None else device_memory.in_words(cause)
 
 
 def _written(sample: pd.DataFrame, store: Store | Path | str, image_format: str, folder: Path) -> Store | str:
@@ -185,7 +185,7 @@ def _written(sample: pd.DataFrame, store: Store | Path | str, image_format: str,
     try:
         return written(sample, store, image_format, folder)
     except (OSError, ValueError) as error:
-        return f"cannot be written: {measuring.in_words(error)}"
+        return f"cannot be written: {device_memory.in_words(error)}"
 
 
 def _timed(
@@ -203,7 +203,7 @@ def _timed(
         return (), NO_TIME
     views = 1 if unit_of(model_config) == "image" else 2
     ahead = AHEAD * workers * train_config.batch_size * views * math.prod(store.shape) * np.dtype(np.float32).itemsize
-    if ahead > (there := measuring.available()):  # the system would kill something to have it
+    if ahead > (there := device_memory.available()):  # the system would kill something to have it
         return (), f"batches that are loaded ahead would take {ahead / 1e9:.2g} GB, and {there / 1e9:.2g} are free"
     rounds, batches = [], None
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rsnakit import aside, measuring
+from rsnakit import aside, device_memory
 from rsnakit.deciding import USED_UP, beats
 from rsnakit.feeding import AHEAD, NO_TIME, why
 from rsnakit.measuring import Measured, Workload
@@ -41,7 +41,7 @@ class Stretch:
         num_workers: loader processes; -1: chosen by the device.
 
     Attributes:
-        peak_mb: MB that its steps took at most (see `measuring.Memory`); NaN where it cannot be told.
+        peak_mb: MB that its steps took at most (see `device_memory.Memory`); NaN where it cannot be told.
     """
 
     def __init__(self, workload: Workload, precision: str, num_workers: int) -> None:
@@ -201,7 +201,9 @@ class _Pace:
             waited is used up.
     """
 
-    def __init__(self, pipe: connection.Connection, trainer: Trainer, memory: measuring.Memory, drained: int) -> None:
+    def __init__(
+        self, pipe: connection.Connection, trainer: Trainer, memory: device_memory.Memory, drained: int
+    ) -> None:
         self.pipe, self.trainer, self.memory, self.drained = pipe, trainer, memory, drained
         self.left, self.seconds = WARM, 0.0  # untimed steps, then a round; the first has no length
         self.begun, self.images = None, 0
@@ -214,7 +216,7 @@ class _Pace:
         if self.begun is None and not self.left:
             self._start()
         if self.begun is not None and time.perf_counter() - self.begun >= self.seconds:
-            measuring.synchronize(self.trainer.device)
+            device_memory.synchronize(self.trainer.device)
             self.pipe.send((False, (self.images, time.perf_counter() - self.begun, self.memory.peak_mb())))
             self.seconds = self.pipe.recv()
             self.begun, self.left = None, self.drained
@@ -222,7 +224,7 @@ class _Pace:
                 self._start()
 
     def _start(self) -> None:
-        measuring.synchronize(self.trainer.device)
+        device_memory.synchronize(self.trainer.device)
         self.begun, self.images = time.perf_counter(), 0
 
 
@@ -241,7 +243,7 @@ def _serve(pipe: connection.Connection) -> None:
 
 def _train(pipe: connection.Connection, workload: Workload, precision: str, num_workers: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    memory = measuring.Memory(workload.device, workload.loop.compile)
+    memory = device_memory.Memory(workload.device, workload.loop.compile)
     trainer = Trainer(
         workload.images, Store(workload.store), workload.model, workload.train, workload.loop, workload.device, precision,
         num_workers, workload.fold, {}, None,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import cv2
 import torch
 
-from rsnakit import aside, env, measuring
+from rsnakit import aside, device_memory, env, measuring
 from rsnakit.measuring import Measured, Setting, Workload
 
 __all__ = ["Batches", "Measured", "Setting", "Trials", "Workload"]
@@ -131,7 +131,7 @@ class Trials:
         """
         if most < 1 or not (memory_gb is None or memory_gb > 0):
             raise ValueError(f"most={most} and memory_gb={memory_gb}: expected positive numbers")
-        kind = measuring.device_type(self.workload.device)
+        kind = device_memory.device_type(self.workload.device)
         if memory_gb is not None and not (kind == "cuda" or (kind == "cpu" and sys.platform == "linux")):
             raise ValueError(f"memory_gb={memory_gb}: the memory of {kind} cannot be limited on {sys.platform}")
         batches, end, lacking = Batches(), time.monotonic() + limit_s, None
@@ -197,7 +197,7 @@ class Trials:
             raise _Died(self._refusal)
         if self._worker is None:
             # What this process has let go of but keeps for itself, as torch does with a GPU's memory, is wanted over there.
-            measuring.give_back(self.workload.device)
+            device_memory.give_back(self.workload.device)
             self._worker = _Worker()
             try:
                 self._refusal = self._worker.begin(self.workload)
@@ -346,7 +346,7 @@ def _serve(pipe: connection.Connection, log: str, threads: int) -> None:
         try:
             samples = measuring.Samples(workload)
         except Exception as error:  # whatever a table or a store does
-            pipe.send(("refused", None, measuring.in_words(error)))
+            pipe.send(("refused", None, device_memory.in_words(error)))
             return
         gc.collect()
         gc.freeze()  # what is imported by now need not be looked through again and again, nor copied into each child for it
@@ -395,7 +395,7 @@ def _answer(
             device, mode
         )  # what it imports is no setting's; what it says is asked for again by the setting
     alive: dict[int, measuring.Training] = {}
-    with measuring.limited(device, memory_gb):
+    with device_memory.limited(device, memory_gb):
         for turn in range(rounds + 1):
             for place, setting in enumerate(settings):
                 if turn and (place not in alive or time.monotonic() > end):
@@ -409,10 +409,10 @@ def _answer(
                     pipe.send(("measured", place, alive[place].measured))
                 except Exception as error:  # whatever torch, a compiler or a driver raises
                     alive.pop(place, None)
-                    pipe.send(("failed", place, (measuring.in_words(error), measuring.lacks_room(error))))
-                    measuring.recover(error, device)
+                    pipe.send(("failed", place, (device_memory.in_words(error), device_memory.lacks_room(error))))
+                    device_memory.recover(error, device)
         alive.clear()
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()  # what was compiled for one setting must not decide how the next is
-        measuring.give_back(device)
+        device_memory.give_back(device)
     pipe.send(("end", None, None))

@@ -107,7 +107,7 @@ def test_workers_that_would_use_up_the_memory_are_not_begun(store, images, monke
     image = 64 * 32 * 4
     for views, most in (("none", 8), ("mean", 16)):
         model = dataclasses.replace(MODEL, views=views)
-        monkeypatch.setattr(feeding.measuring, "available", lambda most=most: most * image)
+        monkeypatch.setattr(feeding.device_memory, "available", lambda most=most: most * image)
         found = feeding.rates(images, store, TRAIN, ("block8",), (0, 1, 2), 0.05, model_config=model)
         assert (found["images_s"] > 0).tolist() == [True, True, False]
         assert "loaded ahead would take" in found["skipped"].iloc[2]

@@ -34,7 +34,7 @@ LADDER = (
     ),
     (
         "trainer", "rounds", "resuming", "engine", "submission", "ledger", "replica", "crew", "ensemble", "scored", "infer",
-        "calling", "evaluation", "comparing", "viewer", "measuring", "trials", "feeding",
+        "calling", "evaluation", "comparing", "viewer", "device_memory", "measuring", "trials", "feeding",
         "deciding", "stretches", "tried", "tuning", "speed",
     ),
     ("parcel", "bundle", "hidden", "checking", "outlook", "rehearsal", "publishing", "kaggle"),

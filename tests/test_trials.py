@@ -280,14 +280,6 @@ def test_memory_that_ran_out_is_given_back(workload, monkeypatch):
     assert all(each() is None for each in held)
 
 
-def test_memory_of_captured_graphs_cannot_be_told(monkeypatch):
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: 3e6 if name.startswith("max") else 1e6)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    found = [measuring.Memory("cuda:1", mode).peak_mb() for mode in ("off", "default", "max-autotune")]
-    assert found[:2] == [2, 2] and math.isnan(found[2])
-
-
 def test_memory_that_this_process_keeps_is_given_back_before_trials_begin(workload, monkeypatch):
     """A notebook's kernel that has computed on the GPU holds of it what torch keeps for the next time."""
     done = []
@@ -306,42 +298,6 @@ def test_memory_that_this_process_keeps_is_given_back_before_trials_begin(worklo
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name) or True)
     Trials(dataclasses.replace(workload, device="cuda"))._ready_worker()
     assert done == ["is_initialized", "synchronize", "empty_cache", "begun"]
-
-
-def test_memory_of_a_gpu_is_limited_by_its_share(monkeypatch):
-    """2 GB beside the 1 GB that is taken, of 12."""
-    shares, properties = [], SimpleNamespace(total_memory=12e9)
-    for name, value in (
-        ("empty_cache", lambda: None), ("current_device", lambda: 3), ("get_device_properties", lambda index: properties),
-        ("memory_reserved", lambda index: 1e9),
-        ("set_per_process_memory_fraction", lambda share, index: shares.append((share, index))),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    with measuring.limited("cuda", 2.0), measuring.limited("cuda:1", 20.0):
-        assert shares == [(0.25, 3), (1.0, 1)]
-    assert shares[2:] == [(1.0, 1), (1.0, 3)]
-
-
-def test_memory_of_a_container(tmp_path):
-    """What its control group allows, less what is taken, but for files that can be let go."""
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("1000\n")
-    assert measuring.available(tmp_path) > 1e8  # the machine's
-    (group / "memory.max").write_text("50000\n")
-    (group / "memory.stat").write_text("anon 600\ninactive_file 300\nactive_file 100\n")
-    assert measuring.available(tmp_path) == 50000 - 1000 + 300
-    for name in ("memory.max", "memory.current", "memory.stat"):
-        (group / name).unlink()
-    (group / "memory").mkdir()
-    for name, text in (
-        ("limit_in_bytes", "9223372036854771712"), ("usage_in_bytes", "7000"), ("stat", "total_inactive_file 2000\n")
-    ):  # fmt: skip
-        (group / "memory" / f"memory.{name}").write_text(text)
-    assert measuring.available(tmp_path) > 1e8
-    (group / "memory/memory.limit_in_bytes").write_text("9000")
-    assert measuring.available(tmp_path) == 9000 - 7000 + 2000
 
 
 @linux

@@ -441,7 +441,7 @@ def test_what_was_chosen_stays_where_time_is_too_short_to_train_with_it(make, ru
 def test_a_store_that_has_no_room_is_not_tried(make, loaders, runs, monkeypatch, disk, memory, said):
     """A sample of it is in memory, where every format is fast."""
     monkeypatch.setattr(feeding.shutil, "disk_usage", lambda _: SimpleNamespace(free=disk))
-    monkeypatch.setattr(feeding.measuring, "available", lambda: memory)
+    monkeypatch.setattr(feeding.device_memory, "available", lambda: memory)
     loaders(block8=1.0, raw16=20.0)
     runs(lambda workload, precision, n: 3.0 * (1.5 if str(workload.store).endswith("raw16") else 1))
     tuner = make(Made(lambda setting: 12.0), run=RunConfig(device="cpu", num_workers=2))
