@@ -182,9 +182,13 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     and False in `view_mask`. What a worker makes of samples that it was asked for together has a `Lent` as its `image`, which
     arrives as a tensor."""
     images = getattr(samples, "images", None)
-    if images is not None:  # in one tensor already
-        rest = collate([{name: value for name, value in sample.items() if name != "image"} for sample in samples])
-        return {"image": images, **rest}
+    if images is None:
+        return _stacked(samples)
+    rest = [{name: value for name, value in sample.items() if name != "image"} for sample in samples]
+    return {"image": images, **_stacked(rest)}  # in one tensor already
+
+
+def _stacked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     if "view_mask" in samples[0]:
         most = max(len(sample["view_mask"]) for sample in samples)
         samples = [
