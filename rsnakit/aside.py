@@ -12,6 +12,7 @@ import psutil  # of ipykernel's
 from tqdm import tqdm
 
 WATCH_S = 0.5  # so long after its parent a process ends
+KILL = 9  # signal.SIGKILL, which Windows has not
 END_S = 10  # a process that was killed is gone by then
 
 
@@ -52,6 +53,21 @@ def end(process: BaseProcess) -> None:
         with contextlib.suppress(psutil.Error):
             child.kill()
     process.join(END_S)
+
+
+def how_it_ended(code: int, last: str = "") -> str:
+    """The end of a process in a sentence.
+
+    Args:
+        code: its exit code, as `subprocess` has it: minus the number of the signal that ended it.
+        last: what it said at the end, if that is known.
+    """
+    if code == -KILL:
+        return "its process was killed, as the system does when the main memory is used up"
+    said = f" ({last})" if last else ""
+    if code < 0:
+        return f"its process crashed with {signal.Signals(-code).name}{said}"
+    return f"its process ended with exit code {code}{said}"
 
 
 def _end_with(parent: int) -> None:

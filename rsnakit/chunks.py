@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from rsnakit import states
+from rsnakit.device import synchronize
 from rsnakit.states import Form
 
 COMPILER_ERRORS = {
@@ -195,10 +196,7 @@ def _younger(node: Node, mark: Node) -> bool:
 def now(leaves: list[torch.Tensor]) -> float:
     """The clock, once the devices have done what they were given."""
     for device in {leaf.device for leaf in leaves}:
-        if device.type in ("cuda", "xpu"):
-            getattr(torch, device.type).synchronize(device)
-        elif device.type == "mps":
-            torch.mps.synchronize()
+        synchronize(device)
     return time.perf_counter()
 
 

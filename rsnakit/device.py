@@ -108,6 +108,17 @@ def choose_compile(device: Any, wanted: str = "off") -> Choice:
     return Choice(wanted, f"asked for, and {_device_name(torch, device)} runs what torch {torch.__version__} compiles")
 
 
+def synchronize(device: Any) -> None:
+    """Waits until a device, given by its name or as a torch.device, has done what it was told to."""
+    import torch
+
+    device = torch.device(device)
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def check_gpu(root: Path = Path("/")) -> None:
     """Refuses Kaggle's machine where torch cannot compute on its GPU, and prints a NOTE where it has none.
 

@@ -14,6 +14,7 @@ import torch
 
 from rsnakit import failures
 from rsnakit.crew import in_line
+from rsnakit.device import synchronize
 from rsnakit.replica import NO_ROOM
 
 # Of the memory that is available to a CPU so much is left alone: a share, and bytes at least.
@@ -147,14 +148,6 @@ def give_back(device: str = "cpu") -> None:
 
         with contextlib.suppress(AttributeError, OSError):  # a C library other than GNU's
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def synchronize(device: str) -> None:
-    """Waits until a device has done what it was told to."""
-    if device_type(device) == "cuda":
-        torch.cuda.synchronize(device)
-    elif device_type(device) == "mps":
-        torch.mps.synchronize()
 
 
 def device_type(device: str) -> str:

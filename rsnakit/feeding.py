@@ -11,19 +11,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from torch.utils.data import DataLoader, Sampler
 
 from rsnakit import augment, data, device_memory, env, failures
+from rsnakit.look import counted
 from rsnakit.models import ModelConfig
 from rsnakit.recipe import TrainConfig
 from rsnakit.store import FORMATS, INDEX_COLUMNS, Store, append_index, open_for_writing, record_bytes, write_image
-from rsnakit.trainer import unit_of
+from rsnakit.trainer import make_loader, unit_of
 
 COLUMNS = ("store_format", "workers", "images_s", "low", "high", "skipped")
 SAMPLE, SAMPLE_BYTES = 64, 64e6  # images that are written again in each format, or so many that they take these bytes
@@ -97,7 +96,7 @@ def worker_counts(cores: int | None = None) -> tuple[int, ...]:
 
 def loader_name(store_format: str, workers: int) -> str:
     """A loader in words."""
-    return f"{store_format}, {workers} worker{'' if workers == 1 else 's'}"
+    return f"{store_format}, {counted(workers, 'worker')}"
 
 
 def size_ratio(image_format: str, than: str, shape: tuple[int, int]) -> float:
@@ -124,11 +123,8 @@ def loader(
     """The training loader over a table's images, in an order without end; how often cancers come decides no speed."""
     transform, unit = augment.build(train_config.augment, *store.shape), unit_of(model_config)
     dataset = data.MammogramDataset(images, store, transform, unit, train_config.seed, model_config.aux, draw=True)
-    return DataLoader(
-        dataset, batch_sampler=_Endless(len(dataset), train_config.batch_size), num_workers=workers,
-        pin_memory=device.startswith("cuda"), collate_fn=data.collate, worker_init_fn=data.worker_init,
-        persistent_workers=workers > 0, generator=torch.Generator(), timeout=HUNG_S if workers else 0,
-    )  # fmt: skip
+    batches = _Endless(len(dataset), train_config.batch_size)
+    return make_loader(dataset, batches, workers, device, HUNG_S if workers else 0)
 
 
 def sampled(images: pd.DataFrame, store: Store | Path | str, unit: str = "image") -> pd.DataFrame:
@@ -161,10 +157,9 @@ def written(sample: pd.DataFrame, store: Store | Path | str, image_format: str, 
         OSError: as of a full disk.
     """
     store = store if isinstance(store, Store) else Store(store)
-    index = store.index.iloc[store.rows_of(sample["image_id"])].reset_index(drop=True)
-    versions = {name: metadata.version(name) for name in ("numpy",)}
-    open_for_writing(folder, store.manifest["preprocess"], image_format, store.shape, versions)
-    of_source = store.rows_of(index["image_id"])
+    of_source = store.rows_of(sample["image_id"])
+    index = store.index.iloc[of_source].reset_index(drop=True)
+    open_for_writing(folder, store.manifest["preprocess"], image_format, store.shape, {"numpy": np.__version__})
     for row, (source, line) in enumerate(zip(of_source, index.itertuples(), strict=True)):
         write_image(folder, image_format, row, line.patient_id, line.image_id, store[int(source)])
     append_index(folder, index.assign(row=range(len(index)))[list(INDEX_COLUMNS)].to_dict("records"))

@@ -18,7 +18,8 @@ import pandas as pd
 import torch
 
 from rsnakit import augment, data, distributed, env
-from rsnakit.device_memory import Memory, synchronize
+from rsnakit.device import synchronize
+from rsnakit.device_memory import Memory
 from rsnakit.loop import train_one_epoch
 from rsnakit.models import ModelConfig
 from rsnakit.recipe import LoopConfig, TrainConfig

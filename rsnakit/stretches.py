@@ -14,6 +14,7 @@ import torch
 
 from rsnakit import aside, device_memory
 from rsnakit.deciding import USED_UP, beats
+from rsnakit.device import synchronize
 from rsnakit.feeding import AHEAD, NO_TIME, why
 from rsnakit.measuring import Measured, Workload
 from rsnakit.store import Store
@@ -102,12 +103,7 @@ class Stretch:
             failed, answer = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(END_S)
-            code = self.process.exitcode
-            raise StretchError(
-                "its process was killed, as the system does when the main memory is used up"
-                if code == -9
-                else f"its process ended with exit code {code}"
-            ) from None
+            raise StretchError(aside.how_it_ended(self.process.exitcode or 0)) from None
         self.waits = True
         if failed:
             raise StretchError(answer)
@@ -216,7 +212,7 @@ class _Pace:
         if self.begun is None and not self.left:
             self._start()
         if self.begun is not None and time.perf_counter() - self.begun >= self.seconds:
-            device_memory.synchronize(self.trainer.device)
+            synchronize(self.trainer.device)
             self.pipe.send((False, (self.images, time.perf_counter() - self.begun, self.memory.peak_mb())))
             self.seconds = self.pipe.recv()
             self.begun, self.left = None, self.drained
@@ -224,7 +220,7 @@ class _Pace:
                 self._start()
 
     def _start(self) -> None:
-        device_memory.synchronize(self.trainer.device)
+        synchronize(self.trainer.device)
         self.begun, self.images = time.perf_counter(), 0
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pandas as pd
 import torch
@@ -117,14 +117,7 @@ class Trainer:
         return self._loader(dataset, batches[distributed.rank() :: distributed.world()])
 
     def _loader(self, dataset: data.MammogramDataset, batches) -> DataLoader:
-        workers = self.num_workers
-        if workers < 0:  # on the CPU the model takes the cores that workers would need
-            workers = 0 if self.device == "cpu" else min(8, env.cores() // distributed.world())
-        return DataLoader(
-            dataset, batch_sampler=batches, num_workers=workers, pin_memory=self.device.startswith("cuda"),
-            collate_fn=data.collate, worker_init_fn=data.worker_init, persistent_workers=workers > 0,
-            generator=torch.Generator(),  # its own: what it draws for workers must not shift what dropout draws
-        )  # fmt: skip
+        return make_loader(dataset, batches, loader_workers(self.num_workers, self.device), self.device)
 
     @property
     def done(self) -> int:
@@ -194,6 +187,30 @@ class Trainer:
             if not distributed.is_main():
                 self.tally.forget()  # the first one has what all had
         self.scheduler.step_update(self.updates + self.tally.taken)  # with more epochs than before it is another rate
+
+
+def loader_workers(wanted: int, device: str, world: int | None = None) -> int:
+    """How many processes load images for each that trains: as many as are `wanted`, or where that is negative what the device
+    and the number of processes that train (`world`; None: as it is) make of it."""
+    if wanted >= 0:
+        return wanted
+    # On the CPU the model takes the cores that workers would need.
+    return 0 if device == "cpu" else min(8, env.cores() // (world or distributed.world()))
+
+
+def make_loader(
+    dataset: data.MammogramDataset, batches: Iterable[list], workers: int, device: str, timeout_s: float = 0
+) -> DataLoader:
+    """A loader of batches, given as lists of the dataset's items, for a model on a device.
+
+    Args:
+        timeout_s: seconds after which a batch that does not come is an error; 0: never.
+    """
+    return DataLoader(
+        dataset, batch_sampler=batches, num_workers=workers, pin_memory=device.startswith("cuda"),
+        collate_fn=data.collate, worker_init_fn=data.worker_init, persistent_workers=workers > 0, timeout=timeout_s,
+        generator=torch.Generator(),  # its own: what it draws for workers must not shift what dropout draws
+    )  # fmt: skip
 
 
 def unit_of(model_config: models.ModelConfig) -> str:

@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -30,7 +29,6 @@ START_S = 180  # a process has imported torch and read its images by then
 SOFT = 0.9  # of a limit: no round begins after that
 SAID = 200  # characters of the last line that a process said
 BAR = "batch/s"  # in a line that is a progress bar's
-KILL = 9  # signal.SIGKILL, which Windows has not
 
 
 @dataclasses.dataclass
@@ -263,7 +261,7 @@ class _Answer:
             known = self.found.get(place)
             if known and (known.measured.error or died.late):  # it had failed before, or has been timed once
                 continue
-            killed = died.number == KILL
+            killed = died.number == aside.KILL
             no_room = killed or (self.crash_is_room and died.number != 0)
             self.found[place] = _Found(Measured(error=str(died)), no_room, died.late)
 
@@ -317,15 +315,10 @@ class _Worker:
         Args:
             code: its exit code, as `subprocess` has it.
         """
-        if code == -KILL:
-            how = "its process was killed, as the system does when the main memory is used up"
-            return _Died(how, KILL, replaced=replaced)
         self.said.seek(0)
         said = [line for line in self.said.read().splitlines() if line.strip()]
-        last = f" ({said[-1].strip()[:SAID]})" if said and BAR not in said[-1] else ""
-        if code < 0:
-            return _Died(f"its process crashed with {signal.Signals(-code).name}{last}", -code, replaced=replaced)
-        return _Died(f"its process ended with exit code {code}{last}", replaced=replaced)
+        last = said[-1].strip()[:SAID] if said and BAR not in said[-1] else ""
+        return _Died(aside.how_it_ended(code, last), max(0, -code), replaced=replaced)
 
     def end(self) -> None:
         """Ends it in whatever state it is, and what it started with it."""

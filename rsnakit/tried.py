@@ -19,7 +19,7 @@ from rsnakit.models import ModelConfig
 from rsnakit.recipe import LoopConfig, TrainConfig
 from rsnakit.samplers import BalancedSampler
 from rsnakit.store import Store
-from rsnakit.trainer import check_settings, unit_of
+from rsnakit.trainer import check_settings, loader_workers, unit_of
 from rsnakit.trials import Measured, Setting, Trials, Workload
 
 COLUMNS = ("part", "name", "batch", "images_s", "low", "high", "peak_mb", "compile_s", "chosen", "skipped")
@@ -77,9 +77,7 @@ class Tried:
 
         self.reasons, self.limit, self.loader_rates = {}, None, None
         self._rows, self._candidates, self._model_rate, self._end_to_end = {}, [], math.nan, math.nan
-        workers = run_config.num_workers
-        if workers < 0:  # as the trainer chooses
-            workers = 0 if self.device == "cpu" else min(8, env.cores() // self.world)
+        workers = loader_workers(run_config.num_workers, self.device, self.world)
         self._wanted, self._refused = run_config.precision, ""
         if self._wanted != "auto":
             self._refused = self._problem(self._wanted)

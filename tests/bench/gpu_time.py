@@ -211,7 +211,7 @@ def even(a: Sequence[float], b: Sequence[float]) -> tuple[Sequence[float], Seque
 
 def in_turn(ways: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
     """Seconds of each way and round, after a call for warming up; the device is waited for before the clock is read."""
-    from rsnakit.device_memory import synchronize
+    from rsnakit.device import synchronize
 
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
